@@ -162,7 +162,7 @@ class OfflineLoop:
     self._checkpointer = runs.Checkpointer(
       directory.checkpoints_path,
       logs=[self._log],
-      models=(self.pair.target_params, self.pair.draft_params),
+      models=self.pair.named_params,
     )
     self._restore()
 

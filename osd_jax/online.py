@@ -188,7 +188,7 @@ class OnlineLoop:
       directory.checkpoints_path,
       config.checkpoint_every,
       self._log.files,
-      (self.pair.target_params, self.pair.draft_params),
+      self.pair.named_params,
     )
     self.finished = self._submitted = 0
     self._seconds_before = 0.0  # serving time of earlier sessions

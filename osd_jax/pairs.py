@@ -152,6 +152,14 @@ class Pair:
     return dataclasses.replace(self, draft=draft, draft_params=params)
 
   @property
+  def named_params(self) -> dict[str, base.Params]:
+    """The parameters that a run must continue with, by name."""
+    return {
+      "target": self.target_params,
+      "first draft": self.draft.split(self.draft_params)[0],
+    }
+
+  @property
   def draft_bytes(self) -> int:
     """Size of the file that `save_draft` writes, without its header."""
     trained, _ = self.draft.split(self.draft_params)

@@ -1,6 +1,7 @@
 """Supervised training on (prompt, reference): small targets and first drafts.
 
-The paper starts from published checkpoints. This command makes a pair if none exists.
+The paper starts from published checkpoints. This command makes a pair if none exists,
+or tunes a target on a domain.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from osd_jax import assets, base, certificate, runs, session, sharding
+from osd_jax import assets, base, certificate, pairs, runs, session, sharding
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation import optimizers, update
@@ -32,6 +33,8 @@ class PretrainConfig(base.Config):
     data: training batches.
     evaluation: held-out batches; one pass over `evaluation_batches` of them.
     output: weights file written at the end.
+    start: weights file that training starts from, of the shape of `model` and with the
+      same vocabulary; "" draws the first weights from the seed.
     optimizer: optimiser and schedule; its `total_steps` is usually `steps`.
     steps: optimiser steps.
     pool: number of batches whose rows are regrouped by target length, so that short
@@ -56,6 +59,7 @@ class PretrainConfig(base.Config):
   data: BatchConfig
   evaluation: BatchConfig
   output: base.Path
+  start: str = ""
   extra_ids: base.CountOrZero = 0
   optimizer: optimizers.OptimizerConfig = optimizers.OptimizerConfig()
   steps: base.Count = 1000
@@ -92,9 +96,10 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
       f" {config.vocabulary}."
     )
   model = families.build(config.model, "model")
+  first = _stored(config, vocabulary) if config.start else None
 
   def body(directory, console):
-    state = initial_state(config, model)
+    state = initial_state(config, model, first)
     with (
       runs.MetricsLog(directory.metrics_path) as log,
       runs.Checkpointer(directory.checkpoints_path, logs=[log]) as saved,
@@ -118,10 +123,26 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
   return session.run(config, operative_config, config.seed, body)
 
 
-def initial_state(config: PretrainConfig, model: base.Model) -> update.LearnerState:
-  """Draws parameters from the seed and places them on the mesh."""
+def _stored(config: PretrainConfig, vocabulary: Vocabulary) -> base.Params:
+  """Returns the parameters of `config.start`, in float32."""
+  held = weights.load(assets.resolve(config.start, "PretrainConfig.start"))
+  pairs.check_vocabulary(config, "start", held, vocabulary)
+  # The type that a model computes in is not part of its shape.
+  if dataclasses.replace(held.config, dtype=config.model.dtype) != config.model:
+    raise base.InputError(
+      f"PretrainConfig.start: {config.start} is a {held.config}, expected the shape of"
+      f" `model`, {config.model}; state the file's shape."
+    )
+  return held.params
+
+
+def initial_state(
+  config: PretrainConfig, model: base.Model, params: base.Params | None = None
+) -> update.LearnerState:
+  """Places parameters on the mesh; draws them from the seed if none are given."""
   partitioner = sharding.make(config.partition)
-  params = jax.jit(model.init)(jax.random.key(config.seed))
+  if params is None:
+    params = jax.jit(model.init)(jax.random.key(config.seed))
   params = partitioner.place_params(model, params)
   return update.init_learner(update.UpdateConfig(optimizer=config.optimizer), params)
 

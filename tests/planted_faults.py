@@ -513,7 +513,7 @@ FAULTS = [
   ),
   Fault(
     "saved rows continue under another model",
-    "    if saved != self._fingerprint:",
+    "    if others:",
     "    if False:",
     CHECKPOINTS,
   ),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+import types
 
 import jax
 import numpy as np
@@ -11,16 +12,24 @@ from conftest import ROOT
 
 from osd_jax import corpus, online, pairs, replay, runs
 from osd_jax.costs.table import Costs, RoundCosts
-from osd_jax.data import streams
+from osd_jax.data import examples, streams
 from osd_jax.data.batches import EncodedExample, read_corpus
 from osd_jax.distillation import schedule
 from osd_jax.engine.requests import Request
 from osd_jax.engine.server import Server
+from osd_tools import chips
 
 sys.path += [str(ROOT / "experiments" / "open_questions"), str(ROOT / "benchmarks")]
 
+import frequent
+import gkd
+import idle_compiled
 import orders
 import recordings
+import setting
+import stability
+import targets
+import tuning
 
 from experiments.open_questions import run, utilisation
 
@@ -149,6 +158,93 @@ def test_parts_of_a_stream_are_merged_in_its_order():
   np.testing.assert_array_equal(found.overlap, order / 10)
 
 
+@pytest.mark.parametrize("name", tuning.MORE_TOPICS)
+def test_a_drawn_topic_has_no_prompt_in_two_splits(name):
+  splits = {"train": 3000, "eval": 200, "stream": 400}
+  drawn = {split: tuning.drawn(name, split, 5000) for split in splits}
+  assert {split: len(rows) for split, rows in drawn.items()} == splits
+  assert len({prompt for rows in drawn.values() for prompt, _ in rows}) == 3600
+  assert tuning.drawn(name, "stream", 7) == drawn["stream"][:7]
+
+
+def test_a_task_of_small_letters_has_the_shipped_prompts(tmp_path):
+  task = tuning.in_small_letters(tmp_path, "sql", "eval")
+  own = list(examples.texts(task))
+  shipped = examples.topic_examples("sql", "eval", 64)
+  assert [row.prompt for row in own] == [row.prompt for row in shipped]
+  assert own[0].reference == shipped[0].reference.lower() != shipped[0].reference
+
+
+def test_recovery_counts_requests_until_the_former_overlap_is_near():
+  low, high = np.full(30, 0.5), np.full(30, 0.9)
+  assert targets.recovered(high, 0.9) == 0
+  assert targets.recovered(low, 0.9) is None
+  # 23 of the last 25 requests are good: .868 of overlap, more than .95 of .9.
+  assert targets.recovered(np.concatenate([low, high]), 0.9) == 30 + 23
+
+
+def test_templates_do_not_count_what_the_prompt_says():
+  def row(prompt, answer):
+    target = np.array([answer])
+    return types.SimpleNamespace(
+      source=np.array([prompt]), target=target, mask=target > 0
+    )
+
+  rows = [row([7, n], [3, n, 4, 0]) for n in (10, 11, 12)]
+  assert stability.templates(rows) == {"templates": 1.0, "template_entropy": 0.0}
+  rows.append(row([7, 10], [3, 11, 4, 5]))
+  found = stability.templates(rows)
+  assert found["templates"] == 2
+  assert found["template_entropy"] == pytest.approx(0.8113, abs=1e-4)
+
+
+def test_a_measure_that_predicts_the_gain_has_no_error():
+  """Twice a measure is the gain; the others are constant, so only the mean is left."""
+  cells = [
+    dict.fromkeys(stability.MEASURES, 0.5)
+    | {"stream": f"{name}, every 5", "gain_late": 2 * x, "template_entropy": x}
+    for name, x in zip("abcd", (0.1, 0.3, 0.2, 0.6), strict=True)
+  ]
+  off = stability.errors(cells)
+  np.testing.assert_allclose(off["template_entropy"], 0, atol=1e-9)
+  # The mean of the other three gains.
+  assert off["the mean"][0] == pytest.approx(2 * (1.1 / 3) - 0.2)
+  assert off["gain_at_end, as it is"][3] == pytest.approx(1.2 - 0.5)
+
+
+def test_a_cache_is_judged_where_the_draft_is_wrong():
+  course = lambda *right: replay.Course(np.zeros(1), (np.array([right]),))
+  draft, cache = course(True, False, False, True), course(True, True, False, False)
+  assert stability.where_wrong(draft, cache) == 0.5
+  assert stability.where_wrong(course(True), course(False)) == 0.0
+
+
+def test_recall_and_precision_of_frequent_tokens():
+  right = np.array([5] * 6 + [7] * 3 + [8])
+  named = np.array([5] * 3 + [7] * 3 + [7, 7, 5] + [8])
+  found = frequent.figures(right, named, count=1)
+  assert found["share"] == 0.6 and found["recall"] == 0.5
+  assert found["precision"] == 0.75 and found["recall_of_others"] == 0.75
+  perfect = frequent.figures(right, right, count=1)
+  assert perfect["recall"] == perfect["precision"] == perfect["recall_of_others"] == 1
+
+
+def test_costs_of_short_models_are_continued_to_all_layers():
+  """A layer adds 10 bytes, 4 operations and 3 kernels to the rest of a model."""
+  cost = lambda layers: idle_compiled.Cost(
+    100.0 + 10 * layers, 50.0 + 4 * layers, 0.0, 2.0 + 3 * layers
+  )
+  assert cost(1).deeper(cost(2), 32) == cost(32)
+
+
+@pytest.mark.parametrize(("flops", "idle"), [(0, 1.0), (10, 0.5), (20, 0.0), (40, 0.0)])
+def test_a_program_is_idle_while_it_reads(flops, idle):
+  """Reading takes 1 second, in which the chip could do 20 operations."""
+  chip = chips.Chip(memory=1e9, bandwidth=100, flops=20, link=1e9)
+  cost = idle_compiled.Cost(read=100, flops=flops, moved=0, kernels=5)
+  assert idle_compiled.share(cost, chip) == pytest.approx(idle)
+
+
 @pytest.fixture(scope="module", params=["prompt", "tokens"])
 def config(request, tmp_path_factory):
   """A run of one row whose draft is served as it is trained."""
@@ -213,6 +309,84 @@ def test_a_replayed_cache_has_the_calls_of_a_served_one(tmp_path):
   calls = course.calls(decoding.num_draft_tokens)
   assert calls.tolist() == [done.target_calls for done in served]
   assert calls[5:].sum() < calls[:5].sum()
+
+
+@pytest.fixture
+def tiny(config, recording, tmp_path) -> setting.Setting:
+  """What the questions share, with the tiny pair."""
+  costs = Costs(RoundCosts((2.0,), num_draft_tokens=(3,)), lost_ms=24.0, slices=8)
+  return setting.Setting(
+    name="demo",
+    pair=config.pair,
+    files=pairs.PairConfig(),
+    decoding=config.decoding,
+    answers=recording,
+    held_out=recording,
+    seen=[],
+    learning=config.learning,
+    costs=costs,
+    drafted=3,
+    ceiling=None,
+    out=tmp_path,
+    per_topic=6,
+    seeds=1,
+  )
+
+
+@pytest.mark.slow
+def test_a_replaced_target_is_replayed_with_old_records_and_without(tiny):
+  pair, answers = tiny.pair, tiny.answers
+  moved = jax.tree.map(lambda leaf: leaf * 1.1, pair.target_params)
+  new = dataclasses.replace(pair, target_params=moved)
+  prompts = [targets.prompt_of(row, new, 0) for row in answers.rows]
+  after = recordings.record(new, prompts, answers.names, tiny.decoding)
+  after = dataclasses.replace(after, topics=answers.topics)
+  order = tiny.order("mixture", 0)
+  first = answers.answers(order[:12])
+  again = targets.scored_again(tiny, new, first)
+  same = targets.scored_again(tiny, pair, first)
+  tails = lambda rows: np.concatenate([row.records.tail.ravel() for row in rows])
+  np.testing.assert_allclose(tails(same), tails(first), atol=2e-3)
+  assert np.abs(tails(again) - tails(first)).max() > 0.01  # another target's
+  cells = {
+    key["system"]: compute()
+    for key, compute in targets.replaced(
+      tiny, new, after, "mixture", 0, (order[:12], order[12:])
+    )
+  }
+  assert len(cells) == 6 and {cell["requests"] for cell in cells.values()} == {12}
+  drafts = {name: cell for name, cell in cells.items() if "cache" not in name}
+  assert len({cell["before"] for cell in drafts.values()}) == 1
+  assert (
+    drafts["does not learn"]["slices"]
+    == 0
+    < drafts["learns, old records kept"]["slices"]
+  )
+  assert len({cell["after"] for cell in drafts.values()}) == 4  # records matter
+
+
+def test_a_draft_goes_on_with_the_new_target(config):
+  """What was trained moves; what belongs to the target does not."""
+  pair = config.pair
+  moved = jax.tree.map(lambda leaf: leaf + 1, pair.draft_params)
+  new = dataclasses.replace(pair, draft_params=moved)
+  trained, frozen = pair.draft.split(
+    targets.with_draft(new, pair, pair.draft_params).draft_params
+  )
+  same = lambda one, other: jax.tree.map(np.testing.assert_array_equal, one, other)
+  same(trained, pair.draft.split(pair.draft_params)[0])
+  same(frozen, pair.draft.split(moved)[1])
+
+
+def test_every_divergence_has_all_texts_and_positions(tiny):
+  keys = [(key["stream"], key["system"]) for key, _ in gkd.gkd(tiny)]
+  assert len(keys) == len(set(keys))
+  for stream in (
+    "offline, mix_token",
+    "online, all positions",
+    "online, error positions",
+  ):
+    assert {name for one, name in keys if one == stream} >= set(gkd.DIVERGENCES)
 
 
 def test_idle_arithmetic_is_what_a_call_does_not_use(config, monkeypatch):

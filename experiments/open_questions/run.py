@@ -8,19 +8,25 @@ and the same command skips what is there.
     variance     what if the topic changes quickly?
     forgetting   what does the draft forget, and what does replay buy?
     routing      what do several drafts gain over one?
-    gkd          which divergence, which texts, which positions?
+    gkd          which divergence, which texts, which positions? (gkd.py)
     static       how much data makes a static draft as good as one that learns online?
     shifts       what would a detector of shifts gain that is never wrong?
+    targets      what happens when the target is tuned and replaced? (targets.py)
+    stability    what does a short log say about the gain? (stability.py)
+    frequent     which tokens does distillation teach? (frequent.py)
     well_trained what does learning add to a draft that knows the topics already?
 
 The pair is the demo's with its attached draft; with the independent one, as in the
-paper (`--independent`; only this one can write texts, for `gkd`); or
+paper (`--independent`; only this one can write texts, for `gkd`); the attached one with
+a target that was tuned on four more topics (`--eight`); or
 Qwen2.5-Coder-0.5B-Instruct with its shipped draft, which has no offline ceiling (and so
 no `static`).
 
   python experiments/open_questions/run.py QUESTION... [--seeds 3] [--per_topic 200]
   python experiments/open_questions/run.py gkd --independent
       [--folder runs/open_questions_independent]
+  python experiments/open_questions/run.py forgetting variance --eight --seeds 1
+      [--folder runs/open_questions_eight]
   python experiments/open_questions/run.py well_trained --qwen FOLDER
       [--data ../shared/data] [--folder runs/open_questions_qwen]
   python experiments/open_questions/run.py --table    # prints the cells
@@ -35,7 +41,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -47,23 +53,37 @@ import orders
 import recordings
 import rich.console
 import rich.table
+import tuning
+from frequent import frequent
+from gkd import gkd
+from setting import (
+  KEY,
+  Answers,
+  Cell,
+  Setting,
+  cells_of,
+  changed,
+  distilled,
+  held_out,
+  key_of,
+  rivals,
+)
+from stability import stability
+from targets import targets
 
 from osd_jax import base, corpus, metrics, offline, online, pairs, replay, sharding
 from osd_jax.costs.table import Costs
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation.gate import GateConfig
 from osd_jax.distillation.learner import LearningConfig
-from osd_jax.distillation.schedule import Request, ScheduleConfig, WorthConfig
+from osd_jax.distillation.schedule import Request, ScheduleConfig
 from osd_jax.engine import measurement
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
 
-Cell = dict[str, Any]
-KEY = ("pair", "question", "stream", "system", "seed", "per_topic")
 INTERVALS = (1, 2, 4, 8, 32, 128, 500)
 KINDS = ("sharp", "mixture", "cyclic")
 PERIODS = (5, 25, 100)
-WORST = 100  # requests of the worst stretch
 HELD_OUT = 100  # prompts of each topic
 
 
@@ -106,125 +126,7 @@ class Every:
     return self.State(finished), self.slices * self.update_interval if due else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-  """What all questions share.
-
-  Attributes:
-    name: of the pair, in the cells.
-    pair: target and draft.
-    draft: path of the draft's weights.
-    answers: recorded answers, for streams.
-    held_out: recorded answers that nothing learns from.
-    seen: rows that fill the buffer.
-    learning: the default of the pair.
-    costs: of this machine.
-    drafted: K.
-    ceiling: parameters of a draft that was distilled offline on all topics, or None.
-    out: folder of runs.
-    per_topic: answers of each topic in a stream.
-    seeds: number of streams.
-  """
-
-  name: str
-  pair: pairs.Pair
-  draft: str
-  answers: recordings.Recording
-  held_out: recordings.Recording
-  seen: list[base.DistillationBatch]
-  learning: LearningConfig
-  costs: Costs
-  drafted: int
-  ceiling: base.Params | None
-  out: pathlib.Path
-  per_topic: int
-  seeds: int
-
-  def order(self, kind: str, seed: int, period: int = 50) -> np.ndarray:
-    """Returns a stream."""
-    return orders.order(self.answers, kind, self.per_topic, seed, period)
-
-  @property
-  def by_worth(self) -> LearningConfig:
-    """Updates where they pay, as in runs/demo_by_worth.gin."""
-    plan = WorthConfig(costs=self.costs, trial_share=0.03)
-    smaller = {"update__steps_per_update": 8, "update__num_replay": 8}
-    return changed(self.learning, schedule=plan, **smaller)
-
-  def learned(
-    self, order: Iterable[int], learning: LearningConfig, **more: Any
-  ) -> replay.Course:
-    """Replays a stream with a draft that learns."""
-    answers = (self.answers.rows[place] for place in order)
-    return replay.learned(
-      self.pair, answers, learning, self.drafted, self.seen, self.costs, **more
-    )
-
-  def fixed(self, params: base.Params, order: Sequence[int]) -> replay.Course:
-    """Replays a stream with a draft that does not learn."""
-    answers = self.answers.answers(order)
-    return replay.frozen(self.pair.draft, params, answers, self.drafted)
-
-  def figures(self, course: replay.Course, floor: replay.Course) -> Cell:
-    """Returns the figures of a cell."""
-    gain = course.overlap - floor.overlap
-    width = min(WORST, len(gain))
-    means = np.convolve(gain, np.full(width, 1 / width), "valid")
-    # What a log of the first third says, as a whole and at its end, and what came then.
-    third = len(gain) // 3
-    parts = {
-      "gain_early": slice(0, third),
-      "gain_at_end": slice(third // 2, third),
-      "gain_late": slice(third, None),
-    }
-    gains = {
-      name: round(
-        course.part(part).tokens_per_call(self.drafted)
-        - floor.part(part).tokens_per_call(self.drafted),
-        4,
-      )
-      for name, part in parts.items()
-    }
-    return {
-      **gains,
-      "tokens_per_call": round(course.tokens_per_call(self.drafted), 4),
-      "overlap": round(float(course.overlap.mean()), 4),
-      "worst_stretch": round(float(means.min()), 4),
-      "requests": len(course.right),
-      "tokens": int(course.tokens.sum()),
-      "calls": int(course.calls(self.drafted).sum()),
-      "updates": course.updates,
-      "slices": course.slices,
-    }
-
-
-Answers = Iterable[tuple[Cell, Any]]
-
-
-def changed(config: Any, **changes: Any) -> Any:
-  """Returns a config with fields replaced; `a__b` is field b of field a."""
-  for name, value in changes.items():
-    first, _, rest = name.partition("__")
-    if rest:
-      value = changed(getattr(config, first), **{rest: value})
-    config = dataclasses.replace(config, **{first: value})
-  return config
-
-
 # ---- The questions: each yields (key of a cell, function that computes it)
-
-
-def rivals(setting: Setting, order: np.ndarray, floor: replay.Course) -> Iterator:
-  """Yields the systems that every stream has: floor, cache and offline ceiling."""
-  yield "floor", lambda: floor
-  yield (
-    "cache",
-    lambda: replay.cache(
-      setting.pair.target, setting.answers.answers(order), setting.drafted
-    ),
-  )
-  if setting.ceiling is not None:
-    yield "offline ceiling", lambda: setting.fixed(setting.ceiling, order)
 
 
 def how_often(setting: Setting) -> Answers:
@@ -247,7 +149,7 @@ def how_often(setting: Setting) -> Answers:
         systems[name] = lambda learning=learning, order=order: setting.learned(
           order, learning
         )
-      yield from _cells(setting, "how_often", kind, seed, systems, floor)
+      yield from cells_of(setting, "how_often", kind, seed, systems, floor)
 
 
 def variance(setting: Setting) -> Answers:
@@ -267,9 +169,9 @@ def variance(setting: Setting) -> Answers:
         setting, order, default
       )
       name = f"every {period} requests"
-      yield from _cells(setting, "variance", name, seed, systems, floor)
+      yield from cells_of(setting, "variance", name, seed, systems, floor)
     for name, learning in ways.items():
-      key = _key(setting, "variance", "adversary", name, seed)
+      key = key_of(setting, "variance", "adversary", name, seed)
       yield (
         key,
         lambda learning=learning, seed=seed: adversarial(setting, learning, seed),
@@ -311,12 +213,12 @@ def in_hindsight(
 
 
 MEMORIES = {
+  "all, half-life 800 (default)": {},
+  "default, averaged longer": {"update__ema_decay": 0.99},
   "new answers only": {"update__num_new": 16, "update__num_replay": 0},
   "the last 100": {"buffer__capacity": 100, "buffer__recency_half_life": None},
   "the last 400": {"buffer__capacity": 400, "buffer__recency_half_life": None},
-  "all, half-life 800 (default)": {},
   "all, equally often": {"buffer__recency_half_life": None},
-  "default, averaged longer": {"update__ema_decay": 0.99},
 }
 
 
@@ -337,18 +239,7 @@ def forgetting(setting: Setting) -> Answers:
           "forgotten": round(forgotten(np.asarray(matrix)), 4),
         }
 
-      yield _key(setting, "forgetting", "cyclic, twice", name, seed), figures
-
-
-def held_out(setting: Setting, params: base.Params) -> list[float]:
-  """Returns the held-out overlap of a draft on each topic."""
-  recording = setting.held_out
-  by_topic = map(recording.of_topic, range(len(recording.names)))
-  courses = [
-    replay.frozen(setting.pair.draft, params, recording.answers(places), 1)
-    for places in by_topic
-  ]
-  return [float(course.overlap.mean()) for course in courses]
+      yield key_of(setting, "forgetting", "cyclic, twice", name, seed), figures
 
 
 def forgotten(matrix: np.ndarray) -> float:
@@ -394,7 +285,7 @@ def routing(setting: Setting) -> Answers:
         ),
         "one draft for each topic": routed,
       }
-      yield from _cells(setting, "routing", kind, seed, systems, floor)
+      yield from cells_of(setting, "routing", kind, seed, systems, floor)
 
 
 def merged(
@@ -409,49 +300,6 @@ def merged(
     sum(course.updates for course in courses),
     sum(course.slices for course in courses),
   )
-
-
-DIVERGENCES = {
-  "forward KL": {"divergence": "forward_kl"},
-  "reverse KL": {"divergence": "reverse_kl"},
-  "JSD .1": {"divergence": "jsd", "jsd_beta": 0.1},
-  "JSD .5": {"divergence": "jsd", "jsd_beta": 0.5},
-  "JSD .9": {"divergence": "jsd", "jsd_beta": 0.9},
-  "total variation": {"divergence": "total_variation"},
-}
-STEPS, TEXTS = 500, 150  # of each topic
-
-
-def gkd(setting: Setting) -> Answers:
-  """Every divergence: offline on texts of every source, online at both positions."""
-  for seed in range(setting.seeds):
-    order = setting.order("sharp", seed)
-    floor = setting.fixed(setting.pair.draft_params, order)
-    for name, loss in DIVERGENCES.items():
-      for source in corpus.SAMPLE_SOURCES:
-        bindings = [f"LossConfig.{field}={value!r}" for field, value in loss.items()]
-        bindings += [
-          f"OfflineConfig.sample_source={source!r}",
-          f"SamplingConfig.seed={seed}",
-        ]
-        folder = setting.out / "gkd" / f"{source}_{name}_{seed}".replace(" ", "_")
-        key = _key(setting, "gkd", f"offline, {source}", name, seed)
-        yield (
-          key,
-          lambda bindings=bindings, folder=folder: distilled(
-            setting, folder, STEPS, TEXTS, bindings
-          ),
-        )
-      for positions in ("all", "error"):
-        changes = {f"update__loss__{field}": value for field, value in loss.items()}
-        learning = changed(
-          setting.learning, seed=seed, update__loss__positions=positions, **changes
-        )
-        systems = {
-          name: lambda learning=learning, order=order: setting.learned(order, learning)
-        }
-        stream = f"online, {positions} positions"
-        yield from _cells(setting, "gkd", stream, seed, systems, floor)
 
 
 SHARES = (0.1, 0.3, 1.0)
@@ -477,35 +325,7 @@ def static(setting: Setting) -> Answers:
         return setting.fixed(params, order)
 
       systems[f"distilled on {share:.0%}"] = course
-    yield from _cells(setting, "static", "sharp", seed, systems, floor)
-
-
-def distilled(
-  setting: Setting, folder: pathlib.Path, steps: int, rows: int, bindings: list[str]
-) -> Cell:
-  """Distils the draft offline; returns its held-out overlap on each topic."""
-  output = folder / "draft.safetensors"
-  config, text = settings.load(
-    offline.OfflineConfig,
-    ["experiments/demo_ceiling.gin"],
-    [
-      f"GENERATED_TRAIN_ROWS={rows}",
-      f"OfflineConfig.output={str(output)!r}",
-      f"OfflineConfig.run_directory={str(folder / 'run')!r}",
-      f"OfflineConfig.steps={steps}",
-      f"PairConfig.draft={setting.draft!r}",
-      f"OptimizerConfig.total_steps={steps}",
-      f"OfflineConfig.evaluate_every={steps}",
-      "evaluation/BatchConfig.limit_rows=8",
-      *bindings,
-    ],
-  )
-  if not output.exists():
-    folder.mkdir(parents=True, exist_ok=True)
-    offline.run(config, text)
-  found = held_out(setting, setting.pair.load_draft(str(output)))
-  by_topic = dict(zip(setting.held_out.names, np.round(found, 4), strict=True))
-  return {"overlap": round(float(np.mean(found)), 4), "by_topic": by_topic}
+    yield from cells_of(setting, "static", "sharp", seed, systems, floor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -572,7 +392,7 @@ def shifts(setting: Setting) -> Answers:
       compute = functools.partial(
         after_shifts, setting, order, learning, begins, floor, ceiling
       )
-      yield _key(setting, "shifts", "sharp", name, seed), compute
+      yield key_of(setting, "shifts", "sharp", name, seed), compute
 
 
 def after_shifts(
@@ -619,28 +439,16 @@ def well_trained(setting: Setting) -> Answers:
         systems[name] = lambda learning=learning, order=order: setting.learned(
           order, learning
         )
-      yield from _cells(setting, "well_trained", kind, seed, systems, floor)
+      yield from cells_of(setting, "well_trained", kind, seed, systems, floor)
 
 
 QUESTIONS = {
   function.__name__: function
   for function in (
     *(how_often, variance, forgetting, routing),
-    *(gkd, static, shifts, well_trained),
+    *(gkd, static, shifts, well_trained, targets, stability, frequent),
   )
 }
-
-
-def _key(setting: Setting, question: str, stream: str, system: str, seed: int) -> Cell:
-  values = (setting.name, question, stream, system, seed, setting.per_topic)
-  return dict(zip(KEY, values, strict=True))
-
-
-def _cells(setting, question, stream, seed, systems, floor) -> Answers:
-  """Yields the cells of some systems on one stream."""
-  for name, course in systems.items():
-    key = _key(setting, question, stream, name, seed)
-    yield key, lambda course=course: setting.figures(course(), floor)
 
 
 # ---- The pairs
@@ -663,6 +471,28 @@ def demo(given: argparse.Namespace) -> Setting:
   distilled(setting, output, given.ceiling_steps, 600, [])
   best = setting.pair.load_draft(str(output / "draft.safetensors"))
   return dataclasses.replace(setting, ceiling=best)
+
+
+def eight(given: argparse.Namespace) -> Setting:
+  """Tunes the demo's target on four more topics; the shipped draft knows only four."""
+  config, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
+  texts, _ = settings.load(offline.OfflineConfig, ["experiments/demo_ceiling.gin"], [])
+  topics = {
+    split: tuning.eight_topics(given.folder / "topics", split, count)
+    for split, count in (("train", 3000), ("eval", HELD_OUT), ("stream", 400))
+  }
+  path = given.folder / "target.safetensors"
+  target = tuning.tuned(path, topics["train"], topics["eval"], EIGHT_STEPS)
+  files = dataclasses.replace(config.pair, target=str(target), sibling_draft=True)
+  config = dataclasses.replace(config, pair=files)
+  asked, held = (
+    dataclasses.replace(texts.evaluation, tasks=tuple(topics[split]), limit_rows=limit)
+    for split, limit in (("stream", given.per_topic), ("eval", None))
+  )
+  return made(given, "eight topics", config, asked, held, (40,))
+
+
+EIGHT_STEPS = 250  # of tuning
 
 
 def qwen(given: argparse.Namespace) -> Setting:
@@ -723,7 +553,8 @@ def made(
   return Setting(
     name=name,
     pair=loaded,
-    draft=config.pair.draft,
+    files=config.pair,
+    decoding=wide,
     answers=recorded("stream", asked),
     held_out=recorded("held_out", held_out),
     seen=seen,
@@ -766,6 +597,7 @@ def main() -> None:
     "--folder", type=pathlib.Path, default=pathlib.Path("runs/open_questions")
   )
   parser.add_argument("--independent", action="store_true", help="draft of the demo")
+  parser.add_argument("--eight", action="store_true", help="a target of eight topics")
   parser.add_argument("--qwen", type=pathlib.Path, help="folder of transformers")
   parser.add_argument(
     "--data", type=pathlib.Path, default=pathlib.Path("../shared/data")
@@ -775,7 +607,8 @@ def main() -> None:
   if not given.table:
     given.folder.mkdir(parents=True, exist_ok=True)
     made_by = {"commit": measure.commit()}  # of the code that was loaded
-    setting = qwen(given) if given.qwen else demo(given)
+    pair = qwen if given.qwen else eight if given.eight else demo
+    setting = pair(given)
     for name in given.questions or QUESTIONS:
       answer(given.out, QUESTIONS[name](setting), made_by)
   show(read(given.out))
@@ -812,7 +645,7 @@ def means(cells: list[Cell], question: str, field: str) -> dict[str, dict[str, l
 
 FIELDS = (
   *("tokens_per_call", "slices", "overlap", "worst_stretch", "forgotten"),
-  "recovery",
+  *("recovery", "before", "at_first", "at_end", "share", "recall", "precision"),
 )
 
 

@@ -37,6 +37,14 @@ KEEP = 2  # steps on disk: if the newest one is damaged, the one before is used
 _ARRAYS, _HOST = "arrays", "host"
 
 
+# What to do when the weights of a run have changed.
+OTHER_WEIGHTS = (
+  "Continue with the original files, or begin in a new directory. The draft of that run"
+  " is a good start there: name its draft.safetensors as PairConfig.draft, with"
+  " PairConfig.sibling_draft = True if it is attached to a tuned target."
+)
+
+
 class Checkpointer:
   """Saves and restores the steps in one folder; only one process may write there.
 
@@ -49,7 +57,7 @@ class Checkpointer:
     directory: str | Path,
     every: int = 50,
     logs: Sequence[JsonLines] = (),
-    models: Any = None,
+    models: Mapping[str, Any] | None = None,
   ):
     """Opens a folder of steps, and creates it if needed.
 
@@ -57,12 +65,12 @@ class Checkpointer:
       directory: the folder that holds one folder per step.
       every: a checkpoint is due after this many finished requests.
       logs: logs of the run. `restore` cuts them back to the rows that they had.
-      models: parameters that a run must continue with; see `fingerprint`.
+      models: parameters that a run must continue with, by name; see `fingerprint`.
     """
     import orbax.checkpoint as ocp  # imported late, because it takes 0.3 s
 
     self._every, self._logs = every, logs
-    self._fingerprint = None if models is None else fingerprint(models)
+    self._models = {name: fingerprint(one) for name, one in (models or {}).items()}
     self._directory = Path(directory).absolute()
     self._args = ocp.args
     self._manager = ocp.CheckpointManager(
@@ -180,7 +188,7 @@ class Checkpointer:
       "host": json.loads(json.dumps(host)),
       "arrays": _described(named),
       "log_rows": {log.path.name: log.rows for log in self._logs},
-      "fingerprint": self._fingerprint,
+      "models": self._models,
     }
     copied = _copied(named)
     self._writing = step, self._thread.submit(self._write, step, latest, copied, facts)
@@ -298,13 +306,13 @@ class Checkpointer:
 
   def _check_fits(self, step: int, payload: Mapping[str, Any], like: Any) -> None:
     """Refuses a checkpoint of other models; its rows in flight would continue here."""
-    saved = payload["fingerprint"]
-    if saved != self._fingerprint:
+    saved = payload["models"]
+    others = [name for name, own in self._models.items() if saved.get(name) != own]
+    if others:
       raise _MisfitError(
-        f"checkpoint restore: it was taken with other models (fingerprint {saved},"
-        f" expected {self._fingerprint}): the weights of the target or of the first"
-        " draft have changed. Continue with the original files, or start in a new"
-        " directory."
+        f"checkpoint restore: {self._directory} was written with other weights of the"
+        f" {' and the '.join(others)}; its records and rows in flight do not fit these."
+        f" {OTHER_WEIGHTS}"
       )
     given, found = _described(_named(like)), payload["arrays"]
     faults = [

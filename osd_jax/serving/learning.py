@@ -53,12 +53,13 @@ class Journal:
 
   Attributes:
     path: the file.
+    target: fingerprint of the target that answers.
     end: number of the next answer.
   """
 
-  def __init__(self, path: Path):
+  def __init__(self, path: Path, target: int = 0):
     """Opens the file, or creates it; removes an incomplete last line."""
-    self.path, self._lock = path, threading.Lock()
+    self.path, self.target, self._lock = path, target, threading.Lock()
     self._open()
     self.end = max((row["number"] + 1 for row in self.read(0)), default=0)
 
@@ -68,7 +69,8 @@ class Journal:
     Raises:
       DiskError: it cannot be written.
     """
-    row = {"number": self.end, **tag, "prompt": done.request.tokens.tolist()}
+    row = {"number": self.end, **tag, "target": self.target}
+    row["prompt"] = done.request.tokens.tolist()
     sampling = vars(done.request.sampling)
     row |= {"answer": done.tokens.tolist(), "sampling": sampling}
     with self._lock:
@@ -168,9 +170,10 @@ class Learning:
         " device: updates run next to serving. Set learn = False or use one device."
       )
     if directory is not None:
+      models = server.pair.named_params
       if keep_answers:
-        self._journal = Journal(directory / "journal.jsonl")
-      models = server.pair.target_params, server.pair.draft_params
+        target = runs.fingerprint(models["target"])
+        self._journal = Journal(directory / "journal.jsonl", target)
       self._checkpoints = runs.Checkpointer(
         directory / "checkpoints", every, models=models
       )
@@ -371,6 +374,11 @@ class Learning:
         raise base.InputError(
           f"{journal.path}: answer {learner.finished} is missing, expected it"
           f" before answer {row['number']}; restore the file, or set overwrite = True."
+        )
+      if row.get("target", journal.target) != journal.target:
+        raise base.InputError(
+          f"{journal.path}: answer {row['number']}, which is to be learnt from, was"
+          f" given by a target with other weights. {checkpoint.OTHER_WEIGHTS}"
         )
       is_gone = "answer" not in row or self._is_old(row["time"])
       if is_gone:  # it was removed, or shall be

@@ -114,16 +114,16 @@ def test_two_newest_steps_are_kept_and_due_counts_from_the_newest(tmp_path):
     (lambda t: t | {"a": jnp.zeros((2, 3), jnp.bfloat16)}, r"a: expected bfloat16"),
     (lambda t: t | {"c": jnp.zeros(1)}, r"c: expected float32\[1\], found nothing"),
     (lambda t: {"a": t["a"]}, r"b: expected nothing, found int32\[\]"),
-    (None, "taken with other models"),
+    (None, "written with other weights of the target;"),
   ],
 )
 def test_checkpoint_of_another_run_is_refused_and_kept(tmp_path, change, words):
   tree = {"a": jnp.zeros((2, 3)), "b": jnp.int32(1)}
-  with runs.Checkpointer(tmp_path, models=tree) as checkpointer:
+  with runs.Checkpointer(tmp_path, models={"target": tree}) as checkpointer:
     checkpointer.save(1, tree, {})
     checkpointer.save(2, tree, {})
   models = tree if change else {"a": tree["a"] + 1, "b": tree["b"]}
-  with runs.Checkpointer(tmp_path, models=models) as checkpointer:
+  with runs.Checkpointer(tmp_path, models={"target": models}) as checkpointer:
     with pytest.raises(ValueError, match=words):
       checkpointer.restore(change(tree) if change else tree)
     assert checkpointer.steps() == [1, 2]  # step 2 is not treated as damaged

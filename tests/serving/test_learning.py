@@ -132,6 +132,27 @@ def test_missing_answer_of_a_journal_is_an_error(pair, tmp_path):
       pass
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [2, 100])
+def test_answers_of_a_target_with_other_weights_are_not_learnt(pair, tmp_path, every):
+  """Before the first checkpoint, only the journal holds them."""
+  (tmp_path / "live").mkdir()
+  with running.running(pair, tmp_path / "live", checkpoint_every=every) as server:
+    for text in TEXTS[:3]:
+      server.text(text)
+    learned(server, 3)
+    on_disk(server, partial(shutil.copytree, tmp_path / "live", tmp_path / "copy"))
+  assert (tmp_path / "copy" / "checkpoints" / "2").exists() == (every == 2)
+  other = jax.tree.map(lambda leaf: leaf * 1.01, pair.target_params)
+  tuned = dataclasses.replace(pair, target_params=other)
+  with pytest.raises(base.InputError, match="other weights.*PairConfig.draft"):
+    with running.running(tuned, tmp_path / "copy", checkpoint_every=every):
+      pass
+  # Negative control: the former target goes on.
+  with running.running(pair, tmp_path / "copy", checkpoint_every=every) as again:
+    assert again.service.learning.finished == 3
+
+
 def test_answers_that_must_not_be_learnt_leave_no_trace(pair, tmp_path):
   decoding = dataclasses.replace(running.DECODING, cache_tokens=1024)
 

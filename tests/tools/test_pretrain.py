@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from osd_jax import base, runs, sharding, testing
+from osd_jax import assets, base, runs, sharding, testing
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.examples import topic_task
 from osd_jax.data.vocabulary import Vocabulary
@@ -134,6 +134,43 @@ def test_training_lowers_the_loss_and_resumed_run_matches_uninterrupted_run(tmp_
     if row["kind"] == "step"
   ]
   assert steps == [4, 8, 12]
+
+
+def test_training_starts_from_stored_weights(tmp_path):
+  pretrain.run(config(tmp_path / "first"))
+  stored = tmp_path / "first" / "out.safetensors"
+
+  def first_loss(name, **changes):
+    made = config(tmp_path / name, steps=1, log_every=1, pool=1, **changes)
+    pretrain.run(made)
+    rows = runs.read(tmp_path / name / "run" / "metrics.jsonl")
+    return next(row["loss"] for row in rows if row["kind"] == "step")
+
+  drawn = first_loss("drawn")
+  assert first_loss("tuned", start=str(stored)) < drawn - 0.1
+  held = weights.load(tmp_path / "tuned" / "out.safetensors")
+  # One step of AdamW moves a weight by about its learning rate.
+  for one, other in zip(
+    jax.tree.leaves(held.params),
+    jax.tree.leaves(weights.load(stored).params),
+    strict=True,
+  ):
+    np.testing.assert_allclose(one, other, atol=0.03)
+
+
+def test_weights_of_another_shape_or_vocabulary_are_no_start(tmp_path):
+  named = "PretrainConfig.start: .*"
+  model = families.build(MODEL)
+  params = model.init(jax.random.key(0))
+  own = Vocabulary.load(assets.resolve("shipped:demo_vocabulary.model")).fingerprint
+  path = tmp_path / "start.safetensors"
+  weights.save(path, weights.Weights(MODEL, params, "f" * 64))
+  with pytest.raises(base.InputError, match=f"{named} was trained with"):
+    pretrain.run(config(tmp_path, start=str(path)))
+  weights.save(path, weights.Weights(MODEL, params, own))
+  narrow = dataclasses.replace(MODEL, mlp_dim=MODEL.mlp_dim // 2)
+  with pytest.raises(base.InputError, match=f"{named} expected the shape"):
+    pretrain.run(config(tmp_path, start=str(path), model=narrow))
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")

@@ -180,7 +180,7 @@ def compiled(plan: Plan, program: Lowering) -> Made:
   )
 
 
-def _reason(error: jax.errors.JaxRuntimeError) -> str:
+def _reason(error: Exception) -> str:
   """What a compiler's error says, without the program that it quotes."""
   said = str(error).splitlines()[0].partition(", metadata=")[0]
   kind, _, text = said.partition(": ")

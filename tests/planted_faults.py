@@ -513,7 +513,7 @@ FAULTS = [
   ),
   Fault(
     "saved rows continue under another model",
-    "    if others:",
+    "    if changed:",
     "    if False:",
     CHECKPOINTS,
   ),

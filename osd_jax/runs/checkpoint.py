@@ -307,12 +307,12 @@ class Checkpointer:
   def _check_fits(self, step: int, payload: Mapping[str, Any], like: Any) -> None:
     """Refuses a checkpoint of other models; its rows in flight would continue here."""
     saved = payload["models"]
-    others = [name for name, own in self._models.items() if saved.get(name) != own]
-    if others:
+    changed = [name for name, own in self._models.items() if saved.get(name) != own]
+    if changed:
       raise _MisfitError(
         f"checkpoint restore: {self._directory} was written with other weights of the"
-        f" {' and the '.join(others)}; its records and rows in flight do not fit these."
-        f" {OTHER_WEIGHTS}"
+        f" {' and the '.join(changed)}; its records and rows in flight do not fit"
+        f" these. {OTHER_WEIGHTS}"
       )
     given, found = _described(_named(like)), payload["arrays"]
     faults = [

@@ -118,7 +118,7 @@ def test_soak_has_no_wrong_answer_and_compiles_nothing(pair):
   with Server(pair.plain(), decoding) as plain:
     answers = plain.generate(different, max_new_tokens=traffic.LIMIT)
     right = {answer.prompt: answer.text for answer in answers}
-  with running.running(pair, decoding=decoding) as server:
+  with running.running(pair, decoding=decoding, max_waiting=8) as server:
     found = traffic.soak(server.url, 200, 8, right, texts)
     # The negative control: the client notices a wrong answer.
     altered = dict.fromkeys(right, "another answer")

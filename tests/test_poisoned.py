@@ -23,7 +23,7 @@ from osd_jax.report import plots
 
 pytestmark = pytest.mark.slow
 
-PER_TASK = 14  # requests of each of the four topics: two alarm windows
+PER_TASK = 20  # requests of each of the four topics: three alarm windows
 RATE = 3e-3  # learning rate of the healthy run
 SAMPLED = engine.SamplingConfig(temperature=0.8, seed=3)
 

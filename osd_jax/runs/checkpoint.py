@@ -306,7 +306,12 @@ class Checkpointer:
 
   def _check_fits(self, step: int, payload: Mapping[str, Any], like: Any) -> None:
     """Refuses a checkpoint of other models; its rows in flight would continue here."""
-    saved = payload["models"]
+    saved = payload.get("models")
+    if saved is None:
+      raise _MisfitError(
+        f"checkpoint restore: step {step} in {self._directory} was written by another"
+        " version of osd_jax. Continue with that version, or begin in a new directory."
+      )
     changed = [name for name, own in self._models.items() if saved.get(name) != own]
     if changed:
       raise _MisfitError(

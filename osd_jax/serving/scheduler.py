@@ -390,9 +390,6 @@ class Scheduler:
     self._count(results)
     for job, call in list(self._running.items()):
       done = results.get(job)
-      if done is not None:
-        with self._changed:
-          del self._running[job]
       if job.is_cancelled:
         continue
       *pieces, piece = self._pieces(job, call, done)
@@ -401,6 +398,9 @@ class Scheduler:
       news += [(call, Event(job, one)) for one in pieces if one]
       if piece or done is not None:
         news.append((call, Event(job, piece, done)))
+    with self._changed:  # last, because a tenant's deletion waits for what is running
+      for job in results:
+        self._running.pop(job, None)
     _post(news)
 
   def _count(self, results: Mapping[Job, Finished]) -> None:

@@ -137,6 +137,17 @@ def test_fingerprint_changes_with_the_weights():
     assert runs.fingerprint(params | change) != own
 
 
+def test_checkpoint_of_another_version_is_refused_and_not_set_aside(tmp_path):
+  with runs.Checkpointer(tmp_path) as writer:
+    writer.save(1, learner(), {})
+  for path in (tmp_path / "1" / "host").iterdir():
+    path.write_text(path.read_text().replace('"models"', '"fingerprint"'))
+  with runs.Checkpointer(tmp_path) as reader:
+    with pytest.raises(ValueError, match="by another version of osd_jax. Continue"):
+      reader.restore(learner())
+    assert reader.steps() == [1]
+
+
 def _truncate(step: Path) -> None:
   largest = max((step / "arrays").rglob("*"), key=lambda p: p.stat().st_size)
   os.truncate(largest, largest.stat().st_size // 2)

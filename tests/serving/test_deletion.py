@@ -118,6 +118,22 @@ def test_request_in_flight_is_answered_but_not_kept(pair, plain, tmp_path):
     assert server.service.learning.finished == 0 and numbers(tmp_path) == []
 
 
+def test_deletion_waits_for_an_answer_that_is_being_kept(pair, tmp_path, monkeypatch):
+  """An answer that is kept after its tenant's records were removed would stay."""
+  seen = []
+  with running.running(pair, tmp_path, **OPTIONS) as server:
+    service, add = server.service, server.service.learning.add
+
+    def held(done, tenant, is_dropped):
+      seen.append(service.scheduler.holds(service.tenants.of(tenant)))
+      add(done, tenant, is_dropped)
+
+    monkeypatch.setattr(service.learning, "add", held)
+    server.text(TEXTS[0], tenant="zoe")
+    assert not service.scheduler.holds(service.tenants.of("zoe"))
+  assert seen == [True]
+
+
 @pytest.mark.parametrize("share_cache", [False, True])
 def test_deleted_tenant_finds_none_of_its_cache_entries(pair, share_cache):
   alone = pair.with_draft(ngrams.build(pair.target, CACHE), ngrams.empty(CACHE))

@@ -1,5 +1,6 @@
 """The pages of docs/: the strict build, and every code block run as a reader would."""
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -112,6 +113,33 @@ def test_every_field_of_every_config_is_in_the_reference():
     for config in made.__mro__[: made.__mro__.index(object)]
     if config is not base.Config and config.__name__ not in made_in_python
   }
+
+
+def unknown_settings(text: str) -> list[str]:
+  """Settings that a text names, such as `StreamConfig.seed`, and that do not exist."""
+  known = {made.__name__: made for made in pages.configs()}
+  return [
+    f"{config}.{field}"
+    for config, field in re.findall(r"\b([A-Z]\w*Config)\.([a-z_0-9]+)", text)
+    if config in known
+    and field not in {own.name for own in dataclasses.fields(known[config])}
+    and not hasattr(known[config], field)
+  ]
+
+
+def test_every_setting_that_is_named_exists():
+  written = [ROOT / "README.md"]
+  for folder in ("docs", "experiments", "gin_configs", "notebooks", "osd_jax"):
+    written += [
+      path
+      for path in (ROOT / folder).rglob("*")
+      if path.suffix in {".md", ".gin", ".ipynb", ".py"}
+    ]
+  found = {path: unknown_settings(path.read_text()) for path in written}
+  assert {path: names for path, names in found.items() if names} == {}
+  # The negative control.
+  text = "`GateConfig.follow` and GateConfig.cap"
+  assert unknown_settings(text) == ["GateConfig.follow"]
 
 
 def test_every_public_name_is_in_the_reference():

@@ -238,11 +238,11 @@ def _read_events(
   response: http.client.HTTPResponse, reply: Reply, leave_after: int | None
 ) -> bool:
   """Reads server-sent events; returns whether they were complete."""
-  is_whole = True
+  is_whole, has_ended = True, False
   while leave_after is None or len(reply.pieces) < leave_after:
     line = response.readline()
     if not line:
-      return False
+      return is_whole and has_ended  # the server of transformers sends no [DONE]
     if not line.startswith(b"data: "):
       continue
     if line.startswith(b"data: [DONE]"):
@@ -252,7 +252,9 @@ def _read_events(
     is_whole = is_whole and "error" not in event
     if "usage" in event or "error" in event:
       reply.body = event
-    if piece := "".join(map(_text, event.get("choices", ()))):
+    choices = event.get("choices", ())
+    has_ended = has_ended or any(choice.get("finish_reason") for choice in choices)
+    if piece := "".join(map(_text, choices)):
       reply.pieces.append(time.perf_counter())
       reply.text += piece
   return False

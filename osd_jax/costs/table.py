@@ -40,6 +40,8 @@ class RoundCosts(base.Config):
       `AdaptiveConfig.candidates`.
     rows: requests that a round serves.
     request_ms: a request without its rounds: prefill, and its share of the call.
+    cache_ms: one round in which the n-gram cache of a mixture drafts alone, for each K;
+      empty: it never does.
   """
 
   round_ms: Annotated[
@@ -51,10 +53,14 @@ class RoundCosts(base.Config):
   num_draft_tokens: tuple[base.CountOrZero, ...] = ()
   rows: base.Count = 1
   request_ms: base.NonNegative = 0.0
+  cache_ms: tuple[base.Positive, ...] = ()
 
   def checks(self):
-    fits = len(self.num_draft_tokens) in (len(self.round_ms), 0)
-    return {"num_draft_tokens": (fits, "one integer for each value of round_ms")}
+    expected = "one {} for each value of round_ms"
+    return {
+      name: (len(getattr(self, name)) in (len(self.round_ms), 0), expected.format(kind))
+      for name, kind in (("num_draft_tokens", "integer"), ("cache_ms", "time"))
+    }
 
   def at(self, num_draft_tokens: float) -> float:
     """Milliseconds of a round that drafts this many tokens on average."""

@@ -86,6 +86,10 @@ class Drafter(Protocol):
   ) -> Any:
     """Returns the state after the drafter has seen the tokens of plain steps."""
 
+  def fed(self, state: Any) -> jax.Array:
+    """Returns the number [B] of inputs that the draft model has read."""
+    raise NotImplementedError
+
   def memory(self) -> Any:
     """Returns what `absorb` starts from; None for drafters that must be trained."""
 
@@ -314,6 +318,10 @@ class ModelDrafter:
     """Feeds tokens [B, n] to every row; see `base.Model.decode` and `reads_tokens`."""
     given = () if states is None else (states,)
     return self.model.decode(params, tokens, state, *given)
+
+  def fed(self, state: Any) -> jax.Array:
+    """See `Drafter.fed`."""
+    return state.length
 
   def memory(self) -> Any:
     """None: the model learns only by training."""

@@ -31,7 +31,8 @@ and drafting goes on while that is worth its price:
     times .8            .76   .68   .34   .31
     price of the next   .32   .32   .32   .32     four are drafted: .31 < .32
 
-The cache alone, without a learned draft, is drafted from in the same way.
+The cache alone, without a learned draft, is drafted from in the same way: where there
+is none, and while it rests because it does not pay (`MixedDraft.resting`).
 """
 
 import dataclasses
@@ -97,7 +98,7 @@ class State:
   position before `length`, what was named after the emitted tokens.
 
   Attributes:
-    draft: state of the learned draft.
+    draft: state of the learned draft; behind the other fields after it has rested.
     text: prompts and outputs.
     named: [B, T, 2] int32; the tokens named after each input, the draft's first.
     bins: [B, T, 2] int32; in which situation; BINS + 1 if none was named.
@@ -125,10 +126,16 @@ class MixedDraft(drafters.ModelDrafter):
   Attributes:
     target: the model it drafts for.
     size: tokens of served answers that the cache keeps.
+    is_resting: whether the draft model reads and proposes nothing.
   """
 
   target: base.Model
   size: int
+  is_resting: bool = False
+
+  def resting(self) -> "MixedDraft":
+    """This drafter while its draft model rests; `catch_up` ends the rest."""
+    return dataclasses.replace(self, is_resting=True)
 
   def init(
     self,
@@ -167,7 +174,7 @@ class MixedDraft(drafters.ModelDrafter):
     # Where nothing matches, the cache alone repeats the last token.
     token = jnp.where(vote.order > 0, vote.token, tokens)
     one_hot = ngrams.one_hot(token, self.target.vocab_size)
-    logits, draft = one_hot, None
+    logits, draft = one_hot, state.draft
     named, bins = token, jnp.full(token.shape, _NONE, jnp.int32)
     if self.is_learned:
       draft = state.draft.replace(length=length)
@@ -187,8 +194,12 @@ class MixedDraft(drafters.ModelDrafter):
 
   @property
   def is_learned(self) -> bool:
-    """Whether there is a draft model besides the cache."""
-    return self.model.absorb is None
+    """Whether a draft model takes part besides the cache."""
+    return self.model.absorb is None and not self.is_resting
+
+  def fed(self, state: State) -> jax.Array:
+    """See `Drafter.fed`."""
+    return state.length if state.draft is None else state.draft.length
 
   def propose(
     self,
@@ -313,11 +324,19 @@ class MixedDraft(drafters.ModelDrafter):
     is_judged = jnp.arange(state.drawn.shape[1])[None] < rows.length[:, None]
     is_judged = is_judged & rows.settings.speculative[:, None]
     state = state.replace(drawn=jnp.where(is_judged, state.drawn, -1))
-    return super().observe(state, rows)
+    state = super().observe(state, rows)
+    if state.draft is None:
+      return state
+    # A resting draft stays behind.
+    fed = state.length
+    if not self.is_learned:
+      fed = jnp.minimum(fed, state.draft.length)
+    return state.replace(draft=state.draft.replace(length=fed))
 
   def catch_up(self, params: Any, state: State, rows: state_lib.DecodeState) -> State:
-    """See `Drafter.catch_up`."""
+    """Feeds both sources from where the draft model is; see `Drafter.catch_up`."""
     state = _with_settings(state, rows)
+    state = state.replace(length=jnp.minimum(state.length, self.fed(state)))
     return super().catch_up(params, state, rows)
 
   def _survival(self, params: Any, state: State) -> jax.Array:

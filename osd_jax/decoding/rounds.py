@@ -99,6 +99,17 @@ class DecodeSpec:
     return None if self.drafter is None else self.drafter.model
 
   @property
+  def resting(self) -> "DecodeSpec":
+    """Decoding while the draft rests: by a mixture's cache alone, or plain.
+
+    A mixture needs `widths`: otherwise a round would verify K tokens in any case.
+    """
+    drafter = None
+    if isinstance(self.drafter, mixed.MixedDraft) and self.drafter.is_learned:
+      drafter = self.drafter.resting() if self.widths else None
+    return dataclasses.replace(self, drafter=drafter)
+
+  @property
   def parts(self) -> int:
     """Number of parts that a mesh splits the rows into; each prefills its own."""
     return 1 if self.partitioner is None else self.partitioner.parts(self.rows)

@@ -12,6 +12,9 @@ A fixed K is a controller with one candidate: it needs no costs and always retur
 
 Some drafters know the probability that a token survives, and stop by themselves (see
 `decoding.mixed`). Then the controller has two candidates, plain decoding and drafting.
+If a draft model is mixed with the n-gram cache, the cache goes on alone while the draft
+rests, instead of plain decoding. What a token takes then is observed, and so that it
+stays known, drafting is interrupted by short probes of the cache alone.
 It tells the drafter what each further token costs, in tokens that could be emitted in
 that time:
 
@@ -60,9 +63,12 @@ class ControllerState:
     saved_ms: time available for a probe; negative if drafting has cost more than plain
       decoding would have.
     num_draft_tokens: K of the next call.
-    probing: whether that call is a probe.
+    probing: whether that call is a probe: of drafting, or with K = 0 of the cache alone.
     undrafted: rows whose requests must not draft.
     drafted: running mean of the tokens that a round drafts, if the drafter decides.
+    drafting_ms: time of drafting since the cache alone was last tried.
+    cache_ms: decayed time of the cache alone.
+    cache_tokens: decayed count of tokens that a row emitted in this time.
   """
 
   accepted: tuple[float, ...]
@@ -76,12 +82,20 @@ class ControllerState:
   probing: bool = False
   undrafted: tuple[int, ...] = ()
   drafted: float = 3.0
+  drafting_ms: float = 0.0
+  cache_ms: float = 0.0
+  cache_tokens: float = 0.0
 
   def __post_init__(self):
     # JSON has no tuples.
     object.__setattr__(self, "accepted", tuple(self.accepted))
     object.__setattr__(self, "judged", tuple(self.judged))
     object.__setattr__(self, "undrafted", tuple(self.undrafted))
+
+  @property
+  def is_drafting(self) -> bool:
+    """Whether calls draft, apart from probes."""
+    return (self.num_draft_tokens > 0) != self.probing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +124,13 @@ class Choice(NamedTuple):
     num_draft_tokens: K.
     max_rounds: number of rounds; None: no limit.
     prices: [K] float32, see `Drafter.propose`; None: every round drafts K tokens.
+    by_cache: whether the n-gram cache of a mixture drafts alone.
   """
 
   num_draft_tokens: int
   max_rounds: int | None = None
   prices: np.ndarray | None = None
+  by_cache: bool = False
 
 
 class Controller:
@@ -168,7 +184,7 @@ class Controller:
   @property
   def is_drafting(self) -> bool:
     """Whether a prompt that arrives now is prefilled for the draft at once."""
-    return self.state.num_draft_tokens > 0 and not self.state.probing
+    return self.state.is_drafting
 
   def charge_prefill(self, bucket: int) -> None:
     """Accounts for the draft's prefill of an arriving prompt."""
@@ -205,20 +221,28 @@ class Controller:
       return Choice(0, rounds(self._choices, costs, plain))
     missing_ms = chunks * costs.chunk_ms + prefills * costs.prefill_ms
     self.state = choose(self._choices, costs, self.state, rows, missing_ms)
+    if self._tries_cache(costs, rows):
+      self.state = dataclasses.replace(
+        self.state, num_draft_tokens=0, probing=True, drafting_ms=0.0
+      )
     max_rounds = rounds(self._choices, costs, self.state)
-    if not self.state.num_draft_tokens:
+    if not (self.state.num_draft_tokens or self._by_cache):
       return Choice(0, max_rounds)
-    self._spent_ms += missing_ms
+    if not self._by_cache:
+      self._spent_ms += missing_ms
     prices = None
     if self._by_survival:
       row_ms = min(token_ms(self._choices, costs, self.state, rows))
       prices = self._prices(row_ms / len(rows))
-    return Choice(self.state.num_draft_tokens, max_rounds, prices)
+    num_draft_tokens = self.state.num_draft_tokens or self._choices[-1]
+    return Choice(num_draft_tokens, max_rounds, prices, self._by_cache)
 
   def observe(self, call: Call) -> None:
     """Updates the state after a call with the chosen K."""
     if not self.is_fixed and not self._is_mute:
       call = dataclasses.replace(call, catch_up_ms=self._spent_ms)
+      if self._by_cache:
+        call = self._observe_cache(call)
       drafted, costs = self.state.drafted, self._costs_at(self.state.drafted)
       if self._by_survival and self.state.num_draft_tokens and call.rounds:
         # A round takes as long as its longest proposal.
@@ -230,21 +254,56 @@ class Controller:
       self.state = dataclasses.replace(state, drafted=drafted)
     self._spent_ms = 0.0
 
+  @property
+  def _by_cache(self) -> bool:
+    """Whether the cache drafts alone in the next call."""
+    return bool(self._table.cache_ms) and not self.state.num_draft_tokens
+
+  def _tries_cache(self, costs: RoundCosts, rows: Sequence[int]) -> bool:
+    """Whether drafting has paid for a probe of the cache alone."""
+    if not (self._table.cache_ms and self.state.is_drafting):
+      return False
+    alone, best = token_ms(self._choices, costs, self.state, rows)
+    # Afterwards the draft has to read what was emitted, about two chunks.
+    spent = costs.call_ms + 2 * costs.chunk_ms
+    spent += ROUNDS_PER_CALL * max(alone - best, 0.0)
+    return PROBE_SHARE * self.state.drafting_ms >= spent
+
+  def _observe_cache(self, call: Call) -> Call:
+    """Counts a call of the cache alone, and returns it as one that drafted nothing."""
+    running = sum(emitted > 0 for emitted in call.emitted)
+    tokens = sum(call.emitted) / max(running, 1)
+    longest = max(call.judged) / max(call.rounds, 1)
+    ms = call.rounds * np.interp(longest, self.candidates, self._table.cache_ms).item()
+    kept = (1 - 1 / MEMORY) ** tokens
+    self.state = dataclasses.replace(
+      self.state,
+      cache_ms=kept * self.state.cache_ms + ms,
+      cache_tokens=kept * self.state.cache_tokens + tokens,
+    )
+    nothing = (0,) * len(call.judged)
+    return dataclasses.replace(call, judged=nothing, accepted=nothing)
+
   def _costs_at(self, drafted: float) -> RoundCosts:
-    """The table; or its plain step and a round with this number of drafted tokens."""
-    table = self._table
+    """The table; or two rounds, of a resting draft and of this many drafted tokens."""
+    table, state = self._table, self.state
     if not self._by_survival:
       return table
     length = max(round(drafted), 1)
     plain, ms = np.interp((0, length), self.candidates, table.round_ms).tolist()
+    if table.cache_ms:
+      # As many rounds as the cache alone needs for one token. Until it has been tried,
+      # it drafts nothing.
+      plain = (KEPT * plain + state.cache_ms) / (KEPT + state.cache_tokens)
     return dataclasses.replace(
-      table, round_ms=(plain, ms), num_draft_tokens=(0, length)
+      table, round_ms=(plain, ms), num_draft_tokens=(0, length), cache_ms=()
     )
 
   def _prices(self, token_ms: float) -> np.ndarray:
     """Prices of all drafted tokens, if a token takes this long to be emitted."""
-    lengths = np.arange(self.candidates[-1] + 1)
-    ms = np.interp(lengths, self.candidates, self._table.round_ms)
+    table, lengths = self._table, np.arange(self.candidates[-1] + 1)
+    round_ms = table.cache_ms if self._by_cache else table.round_ms
+    ms = np.interp(lengths, self.candidates, round_ms)
     return np.maximum(np.diff(ms) / token_ms, LEAST_PRICE).astype(np.float32)
 
   def release(self, row: int, tokens: int) -> None:
@@ -342,12 +401,12 @@ def choose(
   """
   plain, *drafting = token_ms(candidates, costs, state, rows)
   best_ms, best = min(zip(drafting, candidates[1:], strict=True))
-  if state.num_draft_tokens and not state.probing:
+  if state.is_drafting:
     # The way back is a probe, which has to be saved for. So drafting is given up only
     # if it loses at an acceptance one standard error above the observed one.
     hoped = min(token_ms(candidates, costs, state, rows, DOUBT)[1:])
     chosen = 0 if plain * (1 + MARGIN) < hoped else best
-    return dataclasses.replace(state, num_draft_tokens=chosen)
+    return dataclasses.replace(state, num_draft_tokens=chosen, probing=False)
   # The margin in both directions is hysteresis: without it noise would switch between
   # the modes, and each switch lets the draft catch up.
   if state.probing and best_ms * (1 + MARGIN) < plain:
@@ -390,6 +449,7 @@ def observe(
     pool_accepted=pool * state.pool_accepted + sum(call.accepted),
     pool_judged=pool * state.pool_judged + total,
     saved_ms=_saved(candidates, costs, state, call),
+    drafting_ms=_drafting_ms(candidates, costs, state, call),
   )
 
 
@@ -420,16 +480,28 @@ def _saved(
   """Savings after a call: gains only repay debt, and do not pay for later losses."""
   running = sum(emitted > 0 for emitted in call.emitted)
   plain_ms = costs.round_ms[0] * sum(call.emitted) / max(running, 1)
+  if not state.num_draft_tokens:
+    return state.saved_ms + (0.0 if state.probing else PROBE_SHARE * plain_ms)
   index = candidates.index(state.num_draft_tokens)
   spent = call.rounds * costs.round_ms[index] + call.catch_up_ms
   spent += costs.call_ms if state.probing else 0.0
   change = (1 + PROBE_SHARE) * plain_ms - spent
   # If gains could be saved, a long good phase would pay for a long bad one later.
-  if state.num_draft_tokens and change > 0:
+  if change > 0:
     return max(state.saved_ms, min(state.saved_ms + change, 0.0))
   # Bounded debt: one expensive stretch must not prevent probes for ever.
   floor = -DEBT * PROBE_SHARE * costs.round_ms[0]
   return max(state.saved_ms + change, floor)
+
+
+def _drafting_ms(
+  candidates: Sequence[int], costs: RoundCosts, state: ControllerState, call: Call
+) -> float:
+  """Time of drafting after a call, since the cache alone was last tried."""
+  if not state.is_drafting or state.probing:
+    return 0.0
+  index = candidates.index(state.num_draft_tokens)
+  return state.drafting_ms + call.rounds * costs.round_ms[index] + call.catch_up_ms
 
 
 def _decayed(

@@ -82,7 +82,7 @@ class Progress(NamedTuple):
     tokens: [B, N] int32, the emitted tokens, valid to `length`.
     stop_reason: a `base.StopReason`.
     length: emitted tokens.
-    fed: inputs that the drafter has seen.
+    fed: inputs that the draft model has read.
     rounds: target calls.
     drafted: drafted tokens that were judged.
     accepted: drafted tokens that were accepted.
@@ -97,11 +97,13 @@ class Progress(NamedTuple):
   accepted: np.ndarray
 
 
-def read_progress(state: state_lib.DecodeState) -> Progress:
+def read_progress(
+  state: state_lib.DecodeState, drafter: drafters.Drafter | None
+) -> Progress:
   """Reads the progress back; waits for the call that made the state."""
-  counters, draft = state.counters, state.draft_cache
+  counters = state.counters
   # Without a draft the field is not used; the length saves a second kind of state.
-  fed = state.length if draft is None else draft.length
+  fed = state.length if drafter is None else drafter.fed(state.draft_cache)
   counted = counters.rounds, counters.drafted, counters.accepted
   read = jax.device_get((state.tokens, state.stop_reason, state.length, fed, *counted))
   return Progress(*map(np.array, read))
@@ -159,6 +161,7 @@ class Engine:
       partitioner = None  # so that both share their compiled calls
     self.config = config
     self.spec = config.spec(target, draft, partitioner)
+    self._resting = self.spec.resting
     self.served = steps.Served(steps.prepare(target, target_params, spec=self.spec))
     self.draft_version = 0
     self.shortlist: np.ndarray | None = None
@@ -247,7 +250,7 @@ class Engine:
     """Adds an answer that another engine gave to the n-gram cache, if there is one."""
     if self._memory is not None and done.request.remember:
       length = np.asarray([len(done.tokens)], np.int32)
-      row = 0, 0, np.asarray(done.settings.owner[0])
+      row = 0, np.True_, np.asarray(done.settings.owner[0])
       self._serve_memory(
         steps.absorb(self.spec, self._memory, None, done.batch, length, *row)
       )
@@ -286,7 +289,7 @@ class Engine:
     started = time.perf_counter()
     chosen, max_rounds = self._choose(rows)
     self._state = steps.advance(
-      self.spec,
+      self._resting if chosen.by_cache else self.spec,
       chosen.num_draft_tokens,
       self.served,
       np.int32(max_rounds),
@@ -407,7 +410,7 @@ class Engine:
         self._slots[number] = Slot(request, self._padded(request), *kept)
     self._controller.from_json(host["controller"])
     if self._state is not None:
-      self._progress = read_progress(self._state)
+      self._progress = read_progress(self._state, self.spec.drafter)
 
   def _occupied(self) -> list[tuple[int, Slot]]:
     return [(n, slot) for n, slot in enumerate(self._slots) if slot is not None]
@@ -523,7 +526,7 @@ class Engine:
     chosen = self._controller.choose(
       self._bucket, is_sampled, numbers, chunks, prefills, undrafted
     )
-    if chosen.num_draft_tokens and (chunks or prefills):
+    if chosen.num_draft_tokens and not chosen.by_cache and (chunks or prefills):
       self._prepare_draft(rows)
     is_short = self.expecting or any(slot.request.watch for _, slot in rows)
     # The shortest limit wins: a streamed text should not wait for the longest call that
@@ -556,12 +559,12 @@ class Engine:
   def _observe(self, rows: list[tuple[int, Slot]]) -> list[int]:
     """Reads the progress of a call, informs the controller, and returns ended rows."""
     assert self._state is not None
-    before, after = self._progress, read_progress(self._state)
+    before = self._progress
+    self._progress = after = read_progress(self._state, self.spec.drafter)
     done = {
       name: getattr(after, name) - getattr(before, name)
       for name in ("rounds", "length", "drafted", "accepted")
     }
-    self._progress = after
     self._controller.observe(
       Call(
         rounds=int(done["rounds"].max()),
@@ -609,9 +612,9 @@ class Engine:
     assert slot is not None and self._state is not None
     if not slot.request.remember:
       return
-    # A draft that was never prefilled holds the state of an earlier request.
-    fed = 0 if slot.lacks_draft else self._progress.fed[number]
-    row = number, fed, slot.prompt.settings.owner[0]
+    # A drafter that was never prefilled holds the state of an earlier request.
+    is_stale = np.bool_(slot.lacks_draft and self._resting.drafter is None)
+    row = number, is_stale, slot.prompt.settings.owner[0]
     memory = steps.absorb(
       self.spec, self._memory, self._state.draft_cache, batch, length, *row
     )

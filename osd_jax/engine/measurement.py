@@ -59,6 +59,9 @@ def warm_up(
     largest, prices = steps.exactly(spec, num_draft_tokens)
     state = steps.advance(spec, largest, served, np.int32(0), state, prices)
   if pauses:
+    if spec.resting.drafter is not None:
+      largest, prices = steps.exactly(spec, candidates[-1])
+      state = steps.advance(spec.resting, largest, served, np.int32(0), state, prices)
     state = steps.catch_up(spec, served, state)
   return state
 
@@ -135,6 +138,9 @@ class _Rows:
   ):
     """Compiles all calls."""
     self._spec, self._candidates, self._served = spec, tuple(candidates), served
+    # The n-gram cache of a mixture alone, if the draft can rest.
+    resting = spec.resting if 0 in candidates else spec
+    self._cache = resting if resting.drafter not in (None, spec.drafter) else None
     self.state = warm_up(spec, candidates, served, bucket, settings)
     self._batches = list(_made_up(spec, bucket, settings))
     # Short steps are timed in longer calls, so that the clock and the call itself
@@ -153,6 +159,10 @@ class _Rows:
     for temperature in temperatures:
       for k in self._candidates:
         timed[k, temperature] = functools.partial(self.rounds, k, temperature)
+        if self._cache is not None and k:
+          timed["cache", k, temperature] = functools.partial(
+            self.rounds, k, temperature, self._cache
+          )
     if spec.draft is not None and 0 in self._candidates:
       lag = min(drafters.CHUNK + 1, spec.target_length)
       timed["nothing"] = functools.partial(self.feed, 0)
@@ -165,10 +175,20 @@ class _Rows:
     """Makes the table from typical times of `calls`."""
     # The difference of two noisy times may be negative, and a cost of 0 would make a
     # division by it infinite.
-    round_ms = [max(found[k, temperature], 1e-3) for k in self._candidates]
-    return RoundCosts(
+    plain, *drafting = self._candidates
+
+    def rounds(*names) -> tuple[float, ...]:
+      ms = [max(found[name], 1e-3) for name in names]
       # More draft tokens cost no less: noise that says otherwise is evened out.
-      round_ms=tuple(np.maximum.accumulate(round_ms).tolist()),
+      return tuple(np.maximum.accumulate(ms).tolist())
+
+    cache_ms = ()
+    if self._cache is not None:
+      names = [("cache", k, temperature) for k in drafting]
+      cache_ms = rounds((plain, temperature), *names)
+    return RoundCosts(
+      round_ms=rounds(*((k, temperature) for k in self._candidates)),
+      cache_ms=cache_ms,
       # Both calls rewind and return, so only the feeding remains in the difference.
       chunk_ms=max(found.get("chunk", 0.0) - found.get("nothing", 0.0), 0.0),
       prefill_ms=found.get("prefill", 0.0),
@@ -184,11 +204,13 @@ class _Rows:
     self._idle.append(self._advance(self._candidates[-1], 0))
     return self._idle[-1]
 
-  def rounds(self, num_draft_tokens: int, temperature: float) -> float:
-    """Times a round."""
+  def rounds(
+    self, num_draft_tokens: int, temperature: float, spec: DecodeSpec | None = None
+  ) -> float:
+    """Times a round, of another spec if one is given."""
     self._rewind(0, temperature)
     before = np.asarray(self.state.counters.rounds)
-    spent = self._advance(num_draft_tokens, self.max_rounds)
+    spent = self._advance(num_draft_tokens, self.max_rounds, spec)
     # A row may finish, which ends the call, so the rounds are counted.
     ran = int(np.max(self.state.counters.rounds - before))
     return (spent - float(np.median(self._idle or 0.0))) / max(ran, 1)
@@ -213,9 +235,11 @@ class _Rows:
     self._rewind(0)
     self._advance(self._candidates[-1], self.max_rounds)
 
-  def _advance(self, num_draft_tokens: int, max_rounds: int) -> float:
+  def _advance(
+    self, num_draft_tokens: int, max_rounds: int, spec: DecodeSpec | None = None
+  ) -> float:
     largest, prices = steps.exactly(self._spec, num_draft_tokens)
-    arguments = (self._spec, largest, self._served, np.int32(max_rounds))
+    arguments = (spec or self._spec, largest, self._served, np.int32(max_rounds))
     return self._timed(lambda state: steps.advance(*arguments, state, prices))
 
   def _rewind(self, lag: int, temperature: float = 0.0) -> None:

@@ -60,6 +60,7 @@ class AdaptiveConfig(base.Config):
         table,
         round_ms=table.round_ms[:kept],
         num_draft_tokens=table.num_draft_tokens[:kept],
+        cache_ms=table.cache_ms[:kept],
       )
       for table in self.costs
     )

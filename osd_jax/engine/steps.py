@@ -226,12 +226,16 @@ def insert_undrafted(
   prompts: PromptBatch,
 ) -> state_lib.DecodeState:
   """`insert` without the draft's prefill, which `prefill_draft` does if needed."""
-  rows = _prefilled(dataclasses.replace(spec, drafter=None), served, prompts)
+  resting = spec.resting
+  rows = _prefilled(resting, served, prompts)
   # The draft's cache of this row becomes stale. `prefill_draft` replaces it before the
   # draft reads it.
-  others = state.replace(draft_cache=None)
-  found = _inserted(spec, others, rows, prompts.slots)
-  return spec.place(found.replace(draft_cache=state.draft_cache))
+  old = state.draft_cache
+  others = None if resting.drafter is None else old.replace(draft=None)
+  found = _inserted(spec, state.replace(draft_cache=others), rows, prompts.slots)
+  if others is not None:
+    old = found.draft_cache.replace(draft=old.draft)
+  return spec.place(found.replace(draft_cache=old))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -343,7 +347,7 @@ def absorb(
   batch: base.DistillationBatch,
   length: jax.Array,
   slot: jax.Array,
-  fed: jax.Array,
+  is_stale: jax.Array,
   owner: jax.Array,
 ) -> Any:
   """Lets the drafter learn from a finished row; see `Drafter.absorb`.
@@ -355,7 +359,7 @@ def absorb(
     batch: the row that `read_row` returned.
     length: [1] int32, its number of tokens.
     slot: [] int32, the row.
-    fed: [] int32, inputs that the drafter has seen of it.
+    is_stale: [] bool, whether `draft_cache` holds an earlier request of the row.
     owner: [2] uint32, the owner of the answer.
   """
   assert spec.drafter is not None
@@ -364,7 +368,7 @@ def absorb(
     row = jax.tree.map(
       lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0), draft_cache
     )
-    row = row.replace(length=jnp.full_like(row.length, fed))
+    row = row.replace(length=jnp.where(is_stale, 0, row.length))
   answer = batch.source, batch.target[0], length[0], owner
   return spec.drafter.absorb(memory, row, *answer)
 

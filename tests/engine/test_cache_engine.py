@@ -1,18 +1,20 @@
 """An engine that mixes its draft with the n-gram cache of its answers."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
 import numpy as np
 import pytest
 from compilations import Compilations
+from decoding import harness
 from engine import cases
 
 from osd_jax import base, sharding
 from osd_jax.costs import table
 from osd_jax.decoding import ngrams
-from osd_jax.engine import engine
+from osd_jax.engine import controller, engine
 
 SIZE = 1 << 14  # so large that owners rarely push out entries of each other
 needs_devices = pytest.mark.skipif(
@@ -282,6 +284,129 @@ def test_nothing_compiles_after_the_first_requests():
   counted = engine.steps.absorb._cache_size()
   decoder.run(cases.greedy_requests(seed=1))
   assert engine.steps.absorb._cache_size() == counted
+
+
+# --- The cache alone, while the draft rests --------------------------------------------
+
+DEAR = dataclasses.replace(
+  COSTS, round_ms=(1.0, 30.0, 50.0, 90.0, 200.0), cache_ms=COSTS.round_ms
+)
+
+
+def priced(costs, rows=2, kind="far", **changes):
+  """An engine that chooses between draft with cache, and the cache alone."""
+  adaptive = engine.AdaptiveConfig(candidates=(0, 1, 3, 7, 16), costs=(costs, costs))
+  return cached(kind, rows, num_draft_tokens=16, adaptive=adaptive, **changes)
+
+
+def modes(monkeypatch, cycle):
+  """Makes the engine's calls follow a cycle of "draft" and "cache"; returns a list."""
+  turns, noted = itertools.cycle(cycle), []
+
+  def choose(candidates, costs, state, rows, missing_ms=0.0):
+    noted.append(next(turns))
+    count = candidates[-1] if noted[-1] == "draft" else 0
+    return dataclasses.replace(state, num_draft_tokens=count, probing=False)
+
+  monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 2)
+  monkeypatch.setattr(controller, "choose", choose)
+  return noted
+
+
+CYCLES = [("cache",), ("cache", "draft"), ("draft", "draft", "cache", "cache", "cache")]
+
+
+@pytest.mark.parametrize("cycle", CYCLES, ids="-".join)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_greedy_outputs_equal_the_targets_whenever_the_draft_rests(
+  monkeypatch, rows, cycle
+):
+  decoder = priced(dataclasses.replace(COSTS, cache_ms=COSTS.round_ms), rows, "close")
+  noted, spent = modes(monkeypatch, cycle), []
+  for _ in range(2):
+    found = decoder.run(cases.greedy_requests())
+    assert cases.texts(found) == cases.expected()
+    spent.append(calls(found))
+  assert set(noted) == set(cycle)
+  assert spent[1] < spent[0] < sum(map(len, cases.expected()))
+
+
+def test_coupled_outputs_do_not_depend_on_when_the_draft_rests(monkeypatch):
+  warm = [
+    dataclasses.replace(
+      request, sampling=engine.SamplingConfig(temperature=1.0, seed=request.tag)
+    )
+    for request in cases.greedy_requests()
+  ]
+  rule = {"acceptance_rule": "coupling"}
+  config = cases.config_of(2, **rule)
+  plain = engine.Engine(config, cases.TARGET, cases.target_params())
+  expected = cases.texts(plain.run(warm))
+  costs = dataclasses.replace(COSTS, cache_ms=COSTS.round_ms)
+  modes(monkeypatch, CYCLES[2])
+  for decoder in (priced(costs, 3, "close", **rule), priced(costs, 1, **rule)):
+    assert cases.texts(decoder.run(warm)) == expected
+
+
+def test_draft_that_does_not_pay_rests_and_the_cache_goes_on():
+  decoder, plain = priced(DEAR), sum(map(len, cases.expected()))
+  for _ in range(3):
+    found = decoder.run(cases.greedy_requests())
+    assert cases.texts(found) == cases.expected()
+  assert not decoder.state()[1]["controller"]["state"]["num_draft_tokens"]
+  assert calls(found) < 0.6 * plain
+  assert all(done.drafted == done.drafted_by_cache for done in found)
+  # Control: without a price for the cache alone, both rest.
+  silent = priced(dataclasses.replace(DEAR, cache_ms=()))
+  for _ in range(3):
+    found = silent.run(cases.greedy_requests())
+  assert calls(found) == plain
+
+
+def share_of_draft(monkeypatch):
+  """Accepted / drafted tokens of a draft equal to the target that rests at times."""
+  decoder = priced(dataclasses.replace(COSTS, cache_ms=COSTS.round_ms), 1, "same")
+  modes(monkeypatch, ("cache", "cache", "draft", "cache", "draft"))
+  found = decoder.run(cases.greedy_requests())
+  assert cases.texts(found) == cases.expected()
+  by_draft = sum(done.drafted - done.drafted_by_cache for done in found)
+  assert by_draft > 10
+  return sum(done.accepted - done.accepted_by_cache for done in found) / by_draft
+
+
+def test_draft_that_has_rested_proposes_as_if_it_had_not(monkeypatch):
+  assert share_of_draft(monkeypatch) == 1.0
+  # Control: the draft attends to the prompt of an earlier request.
+  skipped = harness.Changed(engine.steps, prefill_draft=lambda *given: given[2])
+  monkeypatch.setattr(engine, "steps", skipped)
+  assert share_of_draft(monkeypatch) < 0.9
+
+
+def test_rest_compiles_nothing_after_the_warm_up():
+  decoder = priced(DEAR)
+  decoder.warm_up()
+  with Compilations() as compilations:
+    decoder.run(cases.greedy_requests())
+    assert not decoder.state()[1]["controller"]["state"]["num_draft_tokens"]
+  assert compilations.count == 0
+
+
+def test_rest_continues_from_a_checkpoint():
+  one, other = priced(DEAR), priced(DEAR)
+  for request in cases.greedy_requests():
+    one.submit(request)
+  before = [done for _ in range(3) for done in one.step()]
+  arrays, host = jax.tree.map(np.asarray, one.state()[0]), one.state()[1]
+  other.restore(
+    jax.tree.map(jax.numpy.asarray, arrays),
+    json.loads(json.dumps(host)),
+    cases.greedy_requests().__getitem__,
+    cases.draft_params("far"),
+  )
+  here, there = cases.drained(one), cases.drained(other)
+  assert cases.by_tag(before + there) == cases.expected()
+  assert [d.target_calls for d in here] == [d.target_calls for d in there]
+  assert one.state()[1]["controller"] == other.state()[1]["controller"]
 
 
 def test_size_that_is_no_power_of_two_is_refused():

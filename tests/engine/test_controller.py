@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from osd_jax import base
 from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import drafters
 from osd_jax.engine import controller, requests
@@ -484,3 +485,81 @@ def test_mean_length_follows_the_rounds():
   assert choosing.state.drafted == pytest.approx(12, abs=0.5)
   state = controller.ControllerState(**choosing.to_json()["state"])
   assert state == choosing.state
+
+
+# --- Mixtures, whose cache goes on alone while the draft rests --------------------------
+
+CACHED = dataclasses.replace(LINEAR, cache_ms=tuple(2.0 + 0.05 * k for k in LARGER))
+
+
+def mixed(choosing, accepted, alone, tokens):
+  """Time by the table per token, and the share of drafting, of a mixture.
+
+  A round drafts one token more than it accepts.
+
+  Args:
+    choosing: the controller.
+    accepted: accepted tokens of a round with the draft.
+    alone: those of a round without it.
+    tokens: number of tokens.
+  """
+  ms, emitted, drafting = 0.0, 0, 0
+  while emitted < tokens:
+    chosen = choosing.choose(8, False, [0], 0, 0)
+    assert chosen.num_draft_tokens == 16 and chosen.prices is not None
+    right = alone if chosen.by_cache else accepted
+    table = CACHED.cache_ms if chosen.by_cache else CACHED.round_ms
+    count = chosen.max_rounds
+    spent = count * float(np.interp(right + 1, LARGER, table))
+    ms, emitted = ms + spent, emitted + count * (right + 1)
+    drafting += 0 if chosen.by_cache else count * (right + 1)
+    figures = (count * (right + 1),), (count * (right + 1),), (count * right,)
+    choosing.observe(controller.Call(count, *figures))
+  return ms / emitted, drafting / emitted
+
+
+@pytest.mark.parametrize(
+  ("accepted", "alone", "drafts"), [(0, 0, False), (1, 1, False), (2, 0, True)]
+)
+def test_the_faster_of_draft_and_cache_alone_is_found(accepted, alone, drafts):
+  choosing = stopping(CACHED)
+  mixed(choosing, accepted, alone, 500)
+  ms, share = mixed(choosing, accepted, alone, 4000)
+  best = min(
+    np.interp(count + 1, LARGER, table) / (count + 1)
+    for count, table in ((accepted, CACHED.round_ms), (alone, CACHED.cache_ms))
+  )
+  assert ms < 1.03 * best
+  assert share > 0.9 if drafts else share < 0.2
+
+
+def test_cache_that_fills_is_noticed_while_the_draft_drafts():
+  choosing = stopping(CACHED)
+  assert mixed(choosing, 2, 0, 2000)[1] > 0.9
+  mixed(choosing, 2, 4, 1500)
+  assert mixed(choosing, 2, 4, 1000)[1] < 0.1
+  mixed(choosing, 4, 0, 1500)  # and the other way round
+  assert mixed(choosing, 4, 0, 1000)[1] > 0.9
+
+
+def test_tries_of_the_cache_alone_cost_two_per_cent_at_most():
+  choosing = stopping(CACHED)
+  mixed(choosing, 6, 0, 500)
+  ms, share = mixed(choosing, 6, 0, 4000)
+  assert share < 1  # otherwise nothing was tried
+  assert ms < 1.02 * np.interp(7, LARGER, CACHED.round_ms) / 7
+
+
+def test_prices_of_the_cache_alone_leave_the_draft_out():
+  choosing = stopping(CACHED)
+  drafting = choosing.choose(8, False, [0], 0, 0)
+  mixed(choosing, 0, 0, 500)
+  alone = choosing.choose(8, False, [0], 0, 0)
+  assert alone.by_cache and not drafting.by_cache
+  np.testing.assert_allclose(alone.prices, 0.05 / 2.0, rtol=0.1)
+  assert (alone.prices < drafting.prices).all()
+
+
+def test_table_of_the_cache_alone_needs_an_entry_for_every_k():
+  with pytest.raises(base.InputError, match=r"RoundCosts.cache_ms"):
+    RoundCosts((1.0, 2.0), cache_ms=(1.0,))

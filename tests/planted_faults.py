@@ -859,9 +859,21 @@ FAULTS = [
   ),
   Fault(
     "a plain row is scored with the draft state of an earlier request",
-    "fed = 0 if slot.lacks_draft else self._progress.fed[number]",
-    "fed = self._progress.fed[number] + 5",
+    "np.bool_(slot.lacks_draft and self._resting.drafter is None)",
+    "np.False_",
     f"{CACHE} -k plain_steps",
+  ),
+  Fault(
+    "the time of the cache alone is not counted",
+    "(KEPT * plain + state.cache_ms)",
+    "(KEPT * plain)",
+    CONTROLLER,
+  ),
+  Fault(
+    "a draft that has rested does not read what it missed",
+    "      fed = jnp.minimum(fed, state.draft.length)\n",
+    "      pass\n",
+    "tests/engine/test_families.py -k after_pauses",
   ),
   # osd serve.
   Fault(

@@ -63,7 +63,7 @@ class ControllerState:
     saved_ms: time available for a probe; negative if drafting has cost more than plain
       decoding would have.
     num_draft_tokens: K of the next call.
-    probing: whether that call is a probe: of drafting, or with K = 0 of the cache alone.
+    probing: whether that call is a probe of drafting, or if K = 0 of the cache alone.
     undrafted: rows whose requests must not draft.
     drafted: running mean of the tokens that a round drafts, if the drafter decides.
     drafting_ms: time of drafting since the cache alone was last tried.

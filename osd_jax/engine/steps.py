@@ -17,7 +17,6 @@ One device is one part, and prefills one prompt at a time.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

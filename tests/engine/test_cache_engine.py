@@ -266,18 +266,6 @@ def test_answers_of_another_engine_are_drafted_from():
   assert calls(copied.run(cases.greedy_requests())) < calls(found)
 
 
-def test_plain_steps_are_not_scored_for_the_draft_of_an_earlier_request():
-  """With K = 0 in every call the draft is never prefilled."""
-  slow = table.RoundCosts((1.0, 100.0))
-  adaptive = engine.AdaptiveConfig(candidates=(0, 3), costs=(slow, slow))
-  decoder = cached(adaptive=adaptive)
-  before = jax.device_get(decoder.state()[0]["memory"].scored)
-  decoder.run(cases.greedy_requests())
-  after = decoder.state()[0]["memory"]
-  assert int(after.table.end) > 0
-  np.testing.assert_array_equal(after.scored, before)
-
-
 def test_nothing_compiles_after_the_first_requests():
   decoder = cached()
   decoder.run(cases.greedy_requests())
@@ -286,7 +274,7 @@ def test_nothing_compiles_after_the_first_requests():
   assert engine.steps.absorb._cache_size() == counted
 
 
-# --- The cache alone, while the draft rests --------------------------------------------
+# --- The cache alone, while the draft rests -----------------------------------------
 
 DEAR = dataclasses.replace(
   COSTS, round_ms=(1.0, 30.0, 50.0, 90.0, 200.0), cache_ms=COSTS.round_ms
@@ -407,6 +395,24 @@ def test_rest_continues_from_a_checkpoint():
   assert cases.by_tag(before + there) == cases.expected()
   assert [d.target_calls for d in here] == [d.target_calls for d in there]
   assert one.state()[1]["controller"] == other.state()[1]["controller"]
+
+
+@needs_devices
+def test_plain_steps_are_not_scored_for_the_draft_of_an_earlier_request(monkeypatch):
+  """On a mesh both sources rest."""
+  costs = (table.RoundCosts((1.0, 100.0)),) * 2
+  adaptive = engine.AdaptiveConfig(candidates=(0, 16), costs=costs)
+  mesh = sharding.make(sharding.PartitionConfig(2, 1))
+  decoder = cached(adaptive=adaptive, num_draft_tokens=16, partitioner=mesh)
+  scored = []
+  for mode in ("draft", "plain"):
+    modes(monkeypatch, (mode,))
+    if mode == "plain":  # from the first request on
+      state = decoder._controller.state
+      decoder._controller.state = dataclasses.replace(state, num_draft_tokens=0)
+    decoder.run(cases.greedy_requests())
+    scored.append(jax.device_get(decoder.state()[0]["memory"].scored))
+  np.testing.assert_array_equal(*scored)
 
 
 def test_size_that_is_no_power_of_two_is_refused():

@@ -487,7 +487,7 @@ def test_mean_length_follows_the_rounds():
   assert state == choosing.state
 
 
-# --- Mixtures, whose cache goes on alone while the draft rests --------------------------
+# --- Mixtures, whose cache goes on alone while the draft rests ----------------------
 
 CACHED = dataclasses.replace(LINEAR, cache_ms=tuple(2.0 + 0.05 * k for k in LARGER))
 

@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 # Rounds of a call while a caller watches a request's text, or may submit another one.
+# Where a round takes milliseconds, the host's work between calls is a part of the time.
 WATCHED_ROUNDS = 4
 
 
@@ -121,6 +122,7 @@ class Engine:
     shortlist: [N] int32, the tokens that the draft's output head covers; None: all.
     draft_version: version of the draft that serves.
     expecting: more requests may come soon, so calls are short.
+    watched_rounds: rounds of such a call, and while a request's text is watched.
     report: called with a progress line before costs are measured.
   """
 
@@ -182,6 +184,7 @@ class Engine:
     self._warm: set[int] = set()  # buckets whose calls are compiled and measured
     self._tables = measurement.RoundTables()
     self._waiting: deque[Request] = deque()
+    self.watched_rounds = WATCHED_ROUNDS
     self.report: Callable[[str], object] = lambda text: None
     self.clear()
 
@@ -531,7 +534,7 @@ class Engine:
     is_short = self.expecting or any(slot.request.watch for _, slot in rows)
     # The shortest limit wins: a streamed text should not wait for the longest call that
     # the controller would choose.
-    watched = WATCHED_ROUNDS if is_short else None
+    watched = self.watched_rounds if is_short else None
     limits = (self.config.max_rounds, chosen.max_rounds, watched)
     return chosen, min(limit for limit in limits if limit is not None)
 

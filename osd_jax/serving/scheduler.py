@@ -5,7 +5,7 @@
 
 All JAX work of serving happens on the serving thread. A request takes part in the next
 compiled call if a row is free, and a cancelled one leaves its row after the present
-call. Both wait for one call at most, which has `engine.WATCHED_ROUNDS` rounds, because
+call. Both wait for one call at most, which has `Engine.watched_rounds` rounds, because
 every request is watched.
 """
 

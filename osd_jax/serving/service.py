@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import tempfile
 import threading
@@ -20,7 +21,6 @@ from osd_jax.costs.table import RoundCosts
 from osd_jax.data import chat
 from osd_jax.distillation.learner import LearningConfig, Outcome
 from osd_jax.engine import agreement, generation_config, measurement, server
-from osd_jax.engine.engine import WATCHED_ROUNDS
 from osd_jax.engine.requests import (
   DecodingConfig,
   Finished,
@@ -45,6 +45,7 @@ from osd_jax.serving.tenants import Tenants
 DECODING = dataclasses.replace(server.DECODING, rows=4)
 LEARNING = dataclasses.replace(server.LEARNING, free_updates=True)
 PLAIN_SECONDS = 1.0  # for measuring plain steps at the start, without compiling
+CALL_MS = 8.0  # plain steps of a call that takes this long need no more of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,7 +355,12 @@ class Service:
     pair = self.server.pair
     agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
     if pair.draft is not None:
-      self._plain = measurement.plain_tables(self.server.engine, PLAIN_SECONDS)
+      engine = self.server.engine
+      self._plain = measurement.plain_tables(engine, PLAIN_SECONDS)
+      # Clients wait for every round of a slow target, so its calls are short.
+      step_ms = min(greedy.round_ms[0] for greedy, _ in self._plain.values())
+      rounds = math.ceil(CALL_MS / step_ms)
+      engine.watched_rounds = min(rounds, engine.watched_rounds)
 
   def _sources(self) -> list[str]:
     """What names drafted tokens in this pair."""
@@ -370,7 +376,7 @@ class Service:
     bucket = self.config.decoding.bucket(len(job.request.tokens))
     costs = self._plain[bucket][job.request.sampling.needs_sampling]
     # A call has this many rounds at most, because every request is watched.
-    step_ms = costs.round_ms[0] + costs.call_ms / WATCHED_ROUNDS
+    step_ms = costs.round_ms[0] + costs.call_ms / self.server.engine.watched_rounds
     return (costs.request_ms + job.plain_steps * step_ms) / 1e3
 
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from serving.running import TEXTS
 
 from osd_jax import pairs
 from osd_jax.distillation.schedule import NOISE
+from osd_jax.engine import measurement, steps
 from osd_jax.engine.requests import Prompt
 from osd_jax.serving import service
 from osd_jax.serving.metrics import EARLIER, Shifts
@@ -113,6 +114,27 @@ def test_saved_seconds_are_plain_decoding_minus_what_was_spent(pair):
     lost = server.metrics()["osd:saved_seconds{}"]
     server.text(TEXTS[2])
     assert server.metrics()["osd:saved_seconds{}"] < lost
+
+
+@pytest.mark.parametrize(("step_ms", "rounds"), [(0.5, 4), (4.0, 2), (60.0, 1)])
+def test_clients_of_a_slow_target_get_every_round(pair, monkeypatch, step_ms, rounds):
+  tables, called = measurement.plain_tables, []
+
+  def slow(engine, seconds):
+    found = tables(engine, seconds)
+    return {key: (priced(one, step_ms), other) for key, (one, other) in found.items()}
+
+  advance = steps.advance
+
+  def noted(spec, num_draft_tokens, served, max_rounds, *rest):
+    called.append(int(max_rounds))
+    return advance(spec, num_draft_tokens, served, max_rounds, *rest)
+
+  monkeypatch.setattr(measurement, "plain_tables", slow)
+  with running.running(pair, learn=False) as server:
+    monkeypatch.setattr(steps, "advance", noted)
+    server.text(TEXTS[0])
+  assert set(called) == {rounds}
 
 
 def priced(costs, step_ms):

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from osd_jax import base, pairs, sharding
+from osd_jax import background, base, pairs, sharding
 from osd_jax.costs.table import RoundCosts
 from osd_jax.data import chat
 from osd_jax.distillation.learner import LearningConfig, Outcome
@@ -166,6 +166,7 @@ class Service:
     self.learning: Learning | None = None
     self._plain: dict[int, tuple[RoundCosts, RoundCosts]] = {}
     self._warm_up()
+    background.return_memory()  # compiling needs more than serving
     if config.learns:
       self.learning = Learning(
         self.server,

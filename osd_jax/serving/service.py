@@ -45,7 +45,7 @@ from osd_jax.serving.tenants import Tenants
 DECODING = dataclasses.replace(server.DECODING, rows=4)
 LEARNING = dataclasses.replace(server.LEARNING, free_updates=True)
 PLAIN_SECONDS = 1.0  # for measuring plain steps at the start, without compiling
-CALL_MS = 8.0  # plain steps of a call that takes this long need no more of them
+CALL_MS = 8.0  # a call that takes this long has no further rounds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ other families see the fields of `Model`.
 """
 
 import collections.abc
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -21,7 +22,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import flax.struct
@@ -70,6 +71,18 @@ class BrokenDraftError(InputError):
 
 class MissingExtraError(UserError, ImportError):
   """A missing library. The message names the extra that installs it."""
+
+
+@contextlib.contextmanager
+def extra(name: str, needed_by: str) -> Iterator[None]:
+  """Raises MissingExtraError if an import in the body fails; `name` is the extra."""
+  try:
+    yield
+  except ImportError as error:
+    raise MissingExtraError(
+      f"{needed_by} needs {error.name}; install the extra (pip install"
+      f" 'osd-jax[{name}]')."
+    ) from error
 
 
 class DiskError(UserError, OSError):

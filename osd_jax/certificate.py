@@ -217,13 +217,11 @@ class Certifier:
   def judge(
     self, answered: Iterable[tuple[Finished, Finished]], first: int = 0
   ) -> Certificate:
-    """Returns the certificate of some outputs.
+    """Returns the certificate of (plain, speculative) answers to the same requests.
 
-    Args:
-      answered: (plain, speculative) answers to the same requests. They are greedy or
-        use the coupling rule; under the other rules sampled answers agree in law only
-        and cannot be compared.
-      first: index of the first prompt, used in failures.
+    They are greedy or use the coupling rule; under the other rules sampled answers
+    agree in law only and cannot be compared. `first` is the index of the first prompt,
+    used in failures.
     """
     total = Certificate(self.check)
     judge = self._by_equality if self.check == "token equality" else self._by_audit
@@ -330,11 +328,7 @@ def penalized(
 ) -> np.ndarray:
   """Logits [T, V] of an answer after its repetition penalty; see `sampling.penalized`.
 
-  Args:
-    logits: [T, V] of the target.
-    settings: [1] settings of the request.
-    text: tokens before the answer that count.
-    emitted: [n] the tokens of the answer.
+  `text` are the tokens before the answer that count.
   """
   penalty = float(settings.repetition_penalty[0])
   if penalty == 1:
@@ -354,13 +348,10 @@ def scores(
   position: int,
   tolerance: float = NEAR_TIE,
 ) -> np.ndarray:
-  """The values whose arg max decoding emits at a position, in float64.
+  """The values whose arg max decoding emits at a position of the output, in float64.
 
-  Args:
-    logits: [V] float64, the target's row at this position.
-    settings: [1] settings of the request.
-    position: index of the token in the output.
-    tolerance: a token this close (relative) below the cut-off counts as inside.
+  `logits` [V] float64 are the target's row. A token that is as close as `tolerance`
+  (relative) below the cut-off counts as inside.
 
   Returns:
     [V] float64. For a greedy request the logits; otherwise logits / temperature plus

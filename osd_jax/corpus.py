@@ -57,16 +57,8 @@ def generate(
   `bar` shows one task for each model. The target's states of the prompts are kept if
   they fit `STATES_BYTES`; otherwise an attached draft computes them in each step.
 
-  Args:
-    source: which model writes the texts.
-    decoding: shapes of the answers, and rows in flight.
-    sampling: of the first prompt.
-    pair: target and draft.
-    partition: mesh.
-    prompts: in the order of the rows.
-    bar: shows progress.
-    folder: where rows are written as they are made, see `CorpusRows`; rows that it
-      has are not made again. "" keeps them in memory only.
+  Rows are written to `folder` as they are made, see `CorpusRows`, and rows that it has
+  are not made again. "" keeps them in memory only.
 
   Raises:
     InputError: the folder has rows of another corpus.

@@ -122,9 +122,7 @@ class CertifyConfig(session.RunConfig):
 def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:
   """Measures every draft; an interrupted evaluation starts over.
 
-  Args:
-    config: prompts, drafts and shapes of the evaluation.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
   """
   sampling = generation_config.resolved(config.sampling, config.pair)
   config = dataclasses.replace(config, sampling=sampling)
@@ -135,9 +133,7 @@ def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:
 def certify(config: CertifyConfig, operative_config: str = "") -> runs.RunResult:
   """Checks that speculative outputs equal plain decoding's; see `RunResult.exact`.
 
-  Args:
-    config: prompts, drafts and shapes of the certificate.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
   """
   sampling = generation_config.resolved(config.sampling, config.pair)
   config = dataclasses.replace(config, sampling=sampling)
@@ -375,17 +371,13 @@ def acceptance(served: Sequence[Finished]) -> dict[str, float | None]:
 def quality(
   part: Sequence[tuple[EncodedExample, Finished]], vocabulary: Vocabulary
 ) -> dict[str, Any]:
-  """Compares answers with references and describes their form.
-
-  Args:
-    part: (prompt, answer) pairs of one task.
-    vocabulary: decodes both; exact match compares stripped texts.
+  """Compares the answers of one task with references and describes their form.
 
   Returns:
     `references`: the number of complete references (present and not truncated).
-    `exact_match`: share of those that the answer matches exactly. `ended`, `looping`:
-    shares of answers that end with end-of-sequence, and that repeat themselves.
-    `distinct`: distinct texts / answers. `output_tokens`: mean length.
+    `exact_match`: share of those that the answer matches exactly, without outer spaces.
+    `ended`, `looping`: shares of answers that end with end-of-sequence, and that repeat
+    themselves. `distinct`: distinct texts / answers. `output_tokens`: mean length.
   """
   texts = [vocabulary.decode(done.tokens).strip() for _, done in part]
   exact = [

@@ -207,10 +207,11 @@ def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
 def _dequantised(data: np.ndarray, row: int, kind: str) -> np.ndarray:
   if kind == "BF16":
     return data.view(ml_dtypes.bfloat16).reshape(-1, row // 2)
-  gguf = _library("a tensor")
-  from gguf.quants import dequantize
+  with base.extra("gguf", "weights: a tensor"):
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
 
-  return dequantize(data.reshape(-1, row), gguf.GGMLQuantizationType[kind])
+  return dequantize(data.reshape(-1, row), GGMLQuantizationType[kind])
 
 
 def _in_halves(values: np.ndarray, heads: int) -> np.ndarray:
@@ -221,17 +222,6 @@ def _in_halves(values: np.ndarray, heads: int) -> np.ndarray:
   """
   paired = values.reshape(heads, -1, 2, *values.shape[1:])
   return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
-
-
-def _library(what: object) -> Any:
-  try:
-    import gguf
-  except ImportError as error:
-    raise base.MissingExtraError(
-      f"weights: {what} needs the package gguf; install the extra (pip install"
-      " 'osd-jax[gguf]')."
-    ) from error
-  return gguf
 
 
 def _damaged(path: Path, error: object) -> base.InputError:
@@ -252,7 +242,9 @@ def _refused(
 
 def _files(path: Path) -> dict[str, bytes]:
   """Reads a file; returns the content of the files in its folder."""
-  gguf = _library(path)
+  with base.extra("gguf", f"weights: {path}"):
+    import gguf
+
   try:
     reader = gguf.GGUFReader(path)
     metadata = _Metadata(path, reader.fields)
@@ -500,13 +492,9 @@ def byte_pairs(
   Raises:
     MissingExtraError: the library tokenizers is not installed.
   """
-  try:
+  with base.extra("llama", "Vocabulary.path: a tokenizer of bytes"):
     import tokenizers
-  except ImportError as error:
-    raise base.MissingExtraError(
-      "Vocabulary.path: a tokenizer of bytes needs the library tokenizers; install the"
-      " extra (pip install 'osd-jax[llama]')."
-    ) from error
+
   is_llama = words == _LLAMA3_WORDS
   models, parts = tokenizers.models, tokenizers.pre_tokenizers
   made = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_llama))

@@ -48,11 +48,7 @@ def loops(tokens: np.ndarray, size: int = 8, times: int = 4) -> bool:
 def segment_summary(
   rows: list[Mapping[str, float]], edge: int = 50
 ) -> dict[str, float | int]:
-  """Means over the first, the last and all requests of a segment.
-
-  Args:
-    rows: request rows of one segment, in order.
-    edge: number of requests in the first and in the last mean.
+  """Means over the first and last `edge` requests, and over all requests of a segment.
 
   Returns:
     The number of requests, and `FIELD_first`, `FIELD_last` and `FIELD_mean` for four

@@ -93,9 +93,7 @@ class OfflineConfig(session.RunConfig):
 def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
   """Generates texts, learns on them and saves the draft.
 
-  Args:
-    config: corpus, models, update and output of the run.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
   """
   runs.check_output("OfflineConfig.output", config.output)
   if config.texts:

@@ -110,9 +110,7 @@ class OnlineConfig(session.RunConfig):
 def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:
   """Serves the whole stream, or continues the interrupted run of the same directory.
 
-  Args:
-    config: stream, models, learning and outputs of the run.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
 
   Returns:
     The run directory, and whether every checked output equals the target's.
@@ -156,11 +154,8 @@ class OnlineLoop:
   ):
     """Loads the pair, fills the buffer, and restores a checkpoint if there is one.
 
-    Args:
-      config: stream, models, learning and outputs of the run.
-      directory: folder of the run, opened for writing.
-      announce: shows the text of an alarm.
-      shows: shows what is done inside a `with` block.
+    `announce` shows the text of an alarm, and `shows` what is done inside a `with`
+    block.
     """
     self.config, self.directory = config, directory
     self._sampling = generation_config.resolved(config.sampling, config.pair)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -340,12 +341,9 @@ def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
     InputError: the file is missing or has no shape.
   """
   path = config.path(field)
-  try:
-    if folders.holds_model(path):
-      return hugging_face.shape_of(path)
-    return weights.shape_of(path)
-  except base.InputError as error:
-    raise base.InputError(f"PairConfig.{field}: {error}") from error
+  kind = hugging_face if folders.holds_model(path) else weights
+  with _errors(field):
+    return kind.shape_of(path)
 
 
 def bfloat16_of(config: PairConfig) -> frozenset[str]:
@@ -355,12 +353,18 @@ def bfloat16_of(config: PairConfig) -> frozenset[str]:
     InputError: see `shape_of`.
   """
   path = config.path("target")
+  kind = hugging_face if folders.holds_model(path) else weights
+  with _errors("target"):
+    return kind.bfloat16_of(path)
+
+
+@contextlib.contextmanager
+def _errors(field: str) -> Iterator[None]:
+  """Names the field in errors of the body."""
   try:
-    if folders.holds_model(path):
-      return hugging_face.bfloat16_of(path)
-    return weights.bfloat16_of(path)
+    yield
   except base.InputError as error:
-    raise base.InputError(f"PairConfig.target: {error}") from error
+    raise base.InputError(f"PairConfig.{field}: {error}") from error
 
 
 def with_state_layer(config: PairConfig, shape: ModelConfig) -> ModelConfig:
@@ -387,11 +391,7 @@ def check_vocabulary(
 ) -> None:
   """Raises InputError unless weights fit a vocabulary.
 
-  Args:
-    config: the config that names both, for the error message.
-    field: its field with the path of the weights.
-    held: the weights, with their vocabulary's fingerprint.
-    vocabulary: the vocabulary that was loaded from the config.
+  The error names the config, and its `field` with the path of the weights.
   """
   name, path = type(config).__name__, getattr(config, field)
   own, is_causal = vocabulary.path, not isinstance(held.config, T5Config)
@@ -466,10 +466,8 @@ def _draft(
     return weights.AttachedWeights(config.attached, params, identity.fingerprint)
   path = config.path("draft")
   if weights.is_attached(path):
-    try:
+    with _errors("draft"):
       return attached.load(path, identity, config.sibling_draft)
-    except base.InputError as error:
-      raise base.InputError(f"PairConfig.draft: {error}") from error
   draft = _read(config, "draft", path)
   check_vocabulary(config, "draft", draft, vocabulary)
   if type(target.config) is not type(draft.config):
@@ -509,10 +507,8 @@ def _draft_model(
 
 def _read(config: PairConfig, field: str, path: Path) -> weights.Weights:
   read = hugging_face.read if folders.holds_model(path) else weights.load
-  try:
+  with _errors(field):
     # A draft is trained in float32; a target is kept in the type of its file.
     held = read(path, as_stored=field == "target")
-  except base.InputError as error:
-    raise base.InputError(f"PairConfig.{field}: {error}") from error
   shape = dataclasses.replace(held.config, dtype=config.dtype)
   return dataclasses.replace(held, config=shape)

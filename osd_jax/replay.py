@@ -72,11 +72,10 @@ class Course:
 def walk(right: np.ndarray) -> tuple[int, np.ndarray]:
   """Returns the target calls of one answer, and where they rejected a token.
 
+  `right` is [K, n], see `Course`.
+
   >>> walk(np.array([[True, True, False, True]] * 2))
   (2, array([False, False,  True, False]))
-
-  Args:
-    right: [K, n], see `Course`.
   """
   drafted, length = right.shape
   place = count = 0
@@ -96,14 +95,7 @@ def frozen(
   answers: Sequence[base.DistillationBatch],
   num_draft_tokens: int,
 ) -> Course:
-  """Replays a draft that does not learn.
-
-  Args:
-    draft: the draft.
-    params: its parameters.
-    answers: one greedy answer each, with records.
-    num_draft_tokens: K, the most that a call drafts.
-  """
+  """Replays a draft that does not learn, on greedy answers with records."""
   overlaps, rights = [], []
   for start in range(0, len(answers), ROWS):
     part = list(answers[start : start + ROWS])
@@ -144,17 +136,12 @@ def learned(
   costs: Costs | None = None,
   on_answer: Callable[[float, Learner], object] = lambda overlap, learner: None,
 ) -> Course:
-  """Replays a draft that learns from every answer; the pair stays as it is.
+  """Replays a draft that learns from every greedy answer; the pair stays as it is.
 
-  Args:
-    pair: target and draft.
-    answers: one greedy answer each, with records; read one by one.
-    learning: buffer, updates, their schedule, and the gate.
-    num_draft_tokens: K.
-    seen: rows that fill the buffer first.
-    costs: for a schedule that needs them.
-    on_answer: called after each answer with the overlap of the serving draft and the
-      learner, whose `decision` it may take.
+  The answers have records and are read one by one; the rows in `seen` fill the buffer
+  first. `costs` are for a schedule that needs them. `on_answer` is called after each
+  answer with the overlap of the serving draft and the learner, whose `decision` it may
+  take.
   """
   learning = dataclasses.replace(learning, free_updates=False)
   draft, learner = pair.draft, None

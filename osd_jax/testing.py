@@ -128,13 +128,7 @@ def tabular_model(
 
 
 def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.ndarray:
-  """Returns logits [V, V, V] for `tabular_model`; end-of-sequence is never emitted.
-
-  Args:
-    vocab_size: V, the size of all three axes.
-    seed: seed of the normally distributed logits.
-    sharpness: standard deviation of the logits.
-  """
+  """Returns logits [V, V, V], normal with standard deviation `sharpness`."""
   rng = np.random.default_rng(seed)
   table = sharpness * rng.normal(size=(vocab_size,) * 3)
   # Outputs then have their full length, which makes counts of tokens predictable.

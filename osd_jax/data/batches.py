@@ -87,13 +87,9 @@ def read_corpus(
   count: int | None = None,
   require_reference: bool = False,
 ) -> Corpus:
-  """Reads every example of a corpus once; `config.batch_size` is not used.
+  """Reads every example of a corpus once, at most `count`; `batch_size` is not used.
 
-  Args:
-    config: tasks, lengths and seed.
-    vocabulary: encodes the texts.
-    count: at most so many examples are returned; None returns all.
-    require_reference: leaves out examples without a reference.
+  With `require_reference`, examples without a reference are left out.
 
   Raises:
     InputError: missing files, or a task without usable examples.

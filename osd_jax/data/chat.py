@@ -90,22 +90,16 @@ def own_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | Non
 def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], str]:
   """Returns a function that applies a template to a prompt.
 
-  Args:
-    template: Jinja, in the form that transformers uses.
-    special_tokens: texts of the tokens that it may refer to, such as `bos_token`.
+  `special_tokens` are the texts of the tokens that it may refer to, such as
+  `bos_token`.
 
   Raises:
     InputError: the template is invalid or fails on a prompt.
     MissingExtraError: jinja2 is not installed.
   """
-  try:
+  with base.extra("llama", "PairConfig.chat_template"):
     from jinja2 import TemplateError, ext, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-  except ImportError as error:
-    raise base.MissingExtraError(
-      "PairConfig.chat_template needs jinja2; install the extra (pip install"
-      " 'osd-jax[llama]')."
-    ) from error
 
   def refuse(message: str) -> None:
     raise TemplateError(message)

@@ -147,11 +147,9 @@ def topic_examples(topic: str, split: str, count: int) -> list[Example]:
 
 
 def texts(task: TaskConfig, skipped: list[str] | None = None) -> Iterator[Example]:
-  """Yields the usable examples of a task in the order of the source.
+  """Yields the usable examples of a task, at most `rows`, in the order of the source.
 
-  Args:
-    task: what to read; at most `rows` usable examples.
-    skipped: if given, "location: kind: reason" is appended for every unusable example.
+  "location: kind: reason" of every unusable example is appended to `skipped`.
 
   Raises:
     InputError: the files or the data set cannot be read.
@@ -180,12 +178,8 @@ def read_prompts(
 ) -> Iterator[tuple[int, str | UnusableExample]]:
   """Yields (line number, prompt) for each row of a file, or (line number, fault).
 
-  Rows are numbered as by `files.read`; the fault of a blank line has the kind "empty".
-
-  Args:
-    path: the file, in any format that `files.read` reads.
-    setting: name of the setting with the path, for error messages.
-    template: template of the prompt; see `TaskConfig.prompt`.
+  The file is read by `files.read`; errors name the setting with its path. The fault of
+  a blank line has the kind "empty". For the template see `TaskConfig.prompt`.
 
   Raises:
     InputError: the file cannot be read, or no row has a prompt.
@@ -436,11 +430,9 @@ def ordinals(task_ids: np.ndarray) -> np.ndarray:
 def report(source: str, rows: int, **places: Sequence[str]) -> dict[str, Any]:
   """Returns the counts of a task's examples, ready for JSON.
 
-  Args:
-    source: label under which tables list the task's requests.
-    rows: number of usable examples of the task.
-    **places: for each name of a count, the locations of the examples counted. The
-      first 100 of each are kept under "places".
+  Tables list the task's requests as `source`; `rows` examples are usable. `places` are,
+  for each name of a count, the locations of the examples counted. The first 100 of each
+  are kept under "places".
   """
   account = {"source": source, "rows": rows, **dict.fromkeys(places, 0), "places": {}}
   for name, located in places.items():
@@ -469,10 +461,8 @@ def sentences(
 ) -> list[str]:
   """Writes one sentence for each task with skipped, cut or missing examples.
 
-  Args:
-    reports: the `report` of every task.
-    clauses: by name of the count, text with "{count}" and with "(s)" of plurals.
-    more_clauses: returns further clauses for one report.
+  `reports` are those of `report`. `clauses` are, by name of the count, texts with
+  "{count}" and with "(s)" of plurals. `more_clauses` returns further ones for a report.
   """
   found = []
   for account in reports.values():

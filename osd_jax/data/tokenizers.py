@@ -80,13 +80,9 @@ def read_json(
     InputError: not such a file, or merges of an unknown kind of tokenizer.
     MissingExtraError: the extra "llama" is not installed.
   """
-  try:
+  with base.extra("llama", f"Vocabulary.path: {path}"):
     import tokenizers
-  except ImportError as error:
-    raise base.MissingExtraError(
-      f"Vocabulary.path: {path} needs the library tokenizers; install the extra"
-      " (pip install 'osd-jax[llama]')."
-    ) from error
+
   try:
     if path.name == "vocab.json":
       tokenizer = _from_merges(model, merges, settings)

@@ -119,12 +119,8 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
   Donate `buffer` when jitting (`jax.jit(append, donate_argnums=0)`): rows are then
   written in place, at a cost that does not depend on N.
 
-  Args:
-    buffer: the ring of N rows; donate it, see above.
-    batch: R <= N rows with the buffer's S, T and k.
-
   Raises:
-    InputError: the batch has more rows than the buffer, or other lengths.
+    InputError: the batch has more rows than the buffer, or another S, T or k.
   """
   _check_batch(buffer, batch)
   size, rows = buffer.capacity, batch.weight.shape[0]
@@ -145,11 +141,9 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
 
 
 def erase(buffer: ReplayBuffer, is_kept: Bool[Array, " N"]) -> ReplayBuffer:
-  """Overwrites rows with zeros, so that `sample` never draws them.
+  """Overwrites rows with zeros where not `is_kept`, so that `sample` never draws them.
 
-  Args:
-    buffer: the ring of N rows; donate it when jitting.
-    is_kept: False in the slots of rows that are erased.
+  Donate `buffer` when jitting.
   """
 
   def zeroed(ring):
@@ -169,16 +163,10 @@ def sample(
 ) -> base.DistillationBatch:
   """Draws the rows of one step: some new ones, and some from the whole buffer.
 
-  Each part is drawn without replacement, but a new row may also be replayed. If a part
-  has fewer rows than requested, the missing ones have weight 0.
-
-  Args:
-    buffer: the ring of N rows; it is only read.
-    key: random key of this step.
-    num_new: number of rows drawn uniformly from those added since `since` (static).
-    num_replay: number of rows drawn from all, weighted by age (static).
-    config: decides how much recent rows are preferred.
-    since: [] int32; `buffer.added` at the last update.
+  `num_new` rows are drawn uniformly from those added since `since`, the value of
+  `buffer.added` at the last update; `num_replay` rows from all, weighted by age. Each
+  part is drawn without replacement, but a new row may also be replayed. If a part has
+  fewer rows than requested, the missing ones have weight 0.
 
   Returns:
     A batch of num_new + num_replay rows, new ones first.

@@ -258,16 +258,11 @@ def observe(
   rival: float | None = None,
   floor: float | None = None,
 ) -> tuple[GateState, Decision | None]:
-  """Compares the drafts on one answer.
+  """Compares the drafts on one answer, by the overlaps 0..1 of each with the answer.
 
-  Args:
-    config: error rate, cap and window.
-    state: the state before this answer.
-    serving: overlap of `state.serving` with the answer, 0..1. If it is not finite, this
-      draft is broken, and the one before it serves at once.
-    rival: overlap of `state.rival`; None if there is none, or if it was not scored.
-      Counts as 0 if it is not finite.
-    floor: the same of the floor draft.
+  If that of the serving draft is not finite, this draft is broken, and the one before
+  it serves at once. The other two are None if there is no such draft, or it was not
+  scored, and count as 0 if they are not finite.
 
   Returns:
     The new state, and the decision if there is one.

@@ -173,15 +173,9 @@ class UpdateRunner:
   ):
     """Stores the learner's state; nothing runs yet.
 
-    Args:
-      model: the draft, as pure functions.
-      config: settings of one update, slices included.
-      learner: state before the first update.
-      interval: an update launched after request n is taken at request n + interval.
-      free: take it as soon as it is ready instead. In the background, runs are then not
-        reproducible bit by bit.
-      frozen: parameters of the draft that belong to the target, see `base.Model.split`.
-      in_background: run updates on a thread of their own.
+    An update that was launched after request n is taken at request n + `interval`, or,
+    if `free`, as soon as it is ready. In the background, free runs are not reproducible
+    bit by bit. `frozen` are the target's parameters, see `base.Model.split`.
     """
     self.learner, self.in_background = learner, in_background
     self._model, self._config, self._frozen = model, config, frozen
@@ -340,13 +334,8 @@ class Learner:
   ):
     """Starts with an empty buffer and the draft as version 0.
 
-    Args:
-      draft: the draft, as pure functions.
-      params: its parameters, frozen ones included.
-      config: buffer, updates and their schedule.
-      source_length: S, the prompt length of observed rows.
-      target_length: T, the output length of observed rows.
-      record_top_k: k, entries per position in their records.
+    Rows have a prompt length of S, an output length of T, and k entries per position in
+    their records. The parameters include the frozen ones.
     """
     if jax.process_count() > 1 and config.free_updates:
       raise base.InputError(
@@ -457,10 +446,8 @@ class Learner:
   def try_update(self, slices: int, serve: Callable[[], bool] = lambda: False) -> None:
     """Runs an update as serving does, and drops its result; used to measure its cost.
 
-    Args:
-      slices: number of slices that are run.
-      serve: runs one step of serving; called while the update runs, until it returns
-        False. Then this method waits for the update.
+    `serve` runs one step of serving. It is called while the update runs, until it
+    returns False. Then this method waits for the update.
     """
     batches = self._draw(slices)
     if not int(self._buffer.added):
@@ -481,9 +468,6 @@ class Learner:
     The optimizer begins anew, and an update in progress is dropped. The buffer, the
     schedule and the count of requests stay. With a gate, this draft is the proven one,
     and the first draft returns if answers show that it is better.
-
-    Args:
-      params: parameters of the draft, frozen ones included.
     """
     self.runner.drop()
     trained, _ = self._draft.split(params)
@@ -587,9 +571,8 @@ class Learner:
   def state(self, has_rows: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the state that a checkpoint stores: (arrays, JSON values).
 
-    Args:
-      has_rows: False leaves out everything that holds tokens of requests: the buffer
-        and the update in progress. A learner that is restored has an empty buffer.
+    Without `has_rows`, everything that holds tokens of requests is left out: the buffer
+    and the update in progress. A learner that is restored then has an empty buffer.
     """
     launched, inputs = (has_rows and self.runner.pending()) or (None, None)
     arrays = {

@@ -430,12 +430,7 @@ def expected_gain(state: WorthState) -> float:
 def slope_of(
   versions: Sequence[tuple[int, float]], noise: float = NOISE
 ) -> tuple[float, float]:
-  """Fits overlap against the version: (slope, its standard error, maybe infinite).
-
-  Args:
-    versions: (requests, mean overlap) of each.
-    noise: standard deviation of the overlap of one request.
-  """
+  """Fits overlap against the version: (slope, its standard error, maybe infinite)."""
   # A version that served for long says little about the slope: its requests are capped.
   counts = [min(count, NOW) for count, _ in versions]
   total = sum(counts)

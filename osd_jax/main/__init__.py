@@ -27,10 +27,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the command line.
-
-  Args:
-    argv: arguments after the program's name; None reads those of this process.
+  """Runs the command line; None reads the arguments of this process.
 
   Returns:
     Exit code: 0 for success, 1 if an output differs from the target's or the target's

@@ -292,17 +292,13 @@ def load(
 ) -> weights.AttachedWeights:
   """Reads the file of an attached draft; see `weights.load`.
 
-  Args:
-    path: the file.
-    target: the target that it will serve.
-    sibling: whether it may be attached to another target of the same sizes, such as the
-      one that this target was quantised or fine-tuned from.
+  A `sibling` may be attached to another target of the same sizes, such as the one that
+  this target was quantised or fine-tuned from.
 
   Raises:
     InputError: see `weights.load`; or the draft is attached to another target.
   """
-  tensors, header = weights.opened(Path(path), (weights.ATTACHED,))
-  config = weights.config_of(AttachedConfig, header.get("config", ""), path)
+  tensors, header, config = weights.opened(Path(path), (weights.ATTACHED,))
   stated = header.get("target", "")
   # The shapes may fit another target, but its states mean something else: the draft
   # would run, and nearly all of its tokens would be rejected.

@@ -16,7 +16,7 @@ import numpy as np
 from osd_jax import base, native
 
 # Activation functions by the name in a configuration.
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "relu": jax.nn.relu,
   "gelu": functools.partial(jax.nn.gelu, approximate=True),
   "silu": jax.nn.silu,
@@ -319,9 +319,7 @@ class Mlp(nn.Module):
     shape, axes = (config.width, config.mlp_dim), ("embed", "mlp")
     gated = len(config.mlp_activations) > 1
     branches = [
-      _ACTIVATIONS[activation](
-        project(x, shape, axes, f"wi_{index}" if gated else "wi")
-      )
+      ACTIVATIONS[activation](project(x, shape, axes, f"wi_{index}" if gated else "wi"))
       for index, activation in enumerate(config.mlp_activations)
     ]
     hidden = functools.reduce(jnp.multiply, branches)  # the second gates the first

@@ -285,11 +285,8 @@ def biases(
 ) -> dict[int, jax.Array]:
   """Biases [B, 1, n, T] float32, per size of window.
 
-  Args:
-    config: shape of the model.
-    mask: [B, n or 1, T] bool; keys that a query may attend to without a window.
-    queries: [B, n] int32, positions of the queries.
-    keys: [B or 1, T] int32, positions of the keys.
+  `mask` [B, n or 1, T] bool are the keys that a query may attend to without a window.
+  The positions are `queries` [B, n] and `keys` [B or 1, T] int32.
   """
   made = {}
   for window in set(config.windows):
@@ -316,16 +313,11 @@ class Decoder(nn.Module):
       )
 
   def over(self, x: jax.Array, mask: jax.Array, positions: jax.Array, depth: int = 0):
-    """Applies layers to a whole sequence, with a causal mask over slots.
+    """Applies the first `depth` layers, or all, to x [B, n, E], with a causal mask.
 
-    Args:
-      x: [B, n, E] embedded tokens.
-      mask: [B, n] bool; slots that may be attended to.
-      positions: [B, n] int32, positions for the rotation.
-      depth: number of layers to apply; 0 means all.
-
-    Returns:
-      Per layer, its output [B, n, E] before the final norm, and its keys and values.
+    `mask` [B, n] bool are slots that may be attended to; `positions` [B, n] int32 are
+    for the rotation. Returns, per layer, its output [B, n, E] before the final norm,
+    and its keys and values.
     """
     config = self.config
     by = rotations(config, positions)
@@ -343,13 +335,9 @@ class Decoder(nn.Module):
   def prefill(self, x: jax.Array, mask: jax.Array):
     """Computes the keys and values of a prompt, in chunks if it is long.
 
-    Args:
-      x: [B, S, E] embedded tokens.
-      mask: [B, S] bool; which of them are tokens.
-
-    Returns:
-      Keys and values [B, KV heads, S, D] of every layer, and the target states
-      [B, S, E] of `LlamaConfig.state_layer`.
+    Takes embedded tokens x [B, S, E]; `mask` [B, S] bool. Returns keys and values [B,
+    KV heads, S, D] of every layer, and the target states [B, S, E] of
+    `LlamaConfig.state_layer`.
     """
     length = x.shape[1]
     if length <= CHUNK:

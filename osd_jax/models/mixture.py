@@ -34,15 +34,10 @@ def mix(
 ) -> base.Model:
   """A model that takes each next-token distribution from the target or the draft.
 
-  Its parameters are `{"target": ..., "draft": ...}`. The choice at a position is a
-  function of (seed, prompt, position), so that a text depends neither on its row nor on
-  the other rows of the batch.
-
-  Args:
-    target: the target, which also decides padding and end-of-sequence.
-    draft: the draft model, with the same vocabulary.
-    draft_share: probability that the draft's distribution is taken.
-    seed: seed of the choices between the two models.
+  Its parameters are `{"target": ..., "draft": ...}`. The draft's distribution is taken
+  with probability `draft_share`. The choice at a position is a function of (seed,
+  prompt, position), so that a text depends neither on its row nor on the other rows of
+  the batch.
   """
   models = {"target": target, "draft": draft}
 

@@ -206,16 +206,11 @@ def prepare(
   """The served copy of trained parameters; see `base.Model.prepare`.
 
   Parameters that keep their layout and type, such as those of an encoder, are shared
-  with `params` and not copied. So are those that are stored in bfloat16.
+  with `params` and not copied. So are those that are stored in bfloat16. `kept` is the
+  layout of the decoder's kernels in `params`.
 
-  Args:
-    config: shape of the model that is served.
-    serving: approximations that the copy makes.
-    params: trained parameters of the whole model.
-    shortlist: [N] int32, the distinct tokens that the output head covers; they must
-      include end-of-sequence. None takes the first N ids and all
-      end-of-sequence tokens.
-    kept: layout of the decoder's kernels in `params`.
+  `shortlist` [N] int32 are the distinct tokens that the output head covers; they must
+  include end-of-sequence. None takes the first N ids and all end-of-sequence tokens.
   """
   dtype = jnp.dtype(config.dtype)
   copy = jax.tree.map(lambda leaf: layers.stored(leaf, dtype), params)

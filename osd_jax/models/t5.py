@@ -28,14 +28,9 @@ class RelativePositionBias(nn.Module):
 
   @nn.compact
   def __call__(self, query: jax.Array, key: jax.Array) -> jax.Array:
-    """Bias of every query position towards every key position.
+    """Bias [B or 1, H, n, T] float32 of queries towards keys.
 
-    Args:
-      query: [B or 1, n] int32, absolute positions of the queries.
-      key: [T] int32, absolute positions of the keys.
-
-    Returns:
-      [B or 1, H, n, T] float32
+    `query` [B or 1, n] and `key` [T] int32 are absolute positions.
     """
     init = nn.with_logical_partitioning(
       nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
@@ -284,14 +279,9 @@ class Decoder(nn.Module):
   def at(self, x, cross, cross_mask, positions=None):
     """Teacher forcing at some positions; the last layer computes no others.
 
-    Args:
-      x: [B, T, E] embedded tokens.
-      cross: per layer, keys and values [B, H, S, D].
-      cross_mask: [B, S] bool, True where the source has a token.
-      positions: [B, P] int32; None means all.
-
-    Returns:
-      [B, P, E] after the final norm.
+    Takes embedded tokens x [B, T, E], keys and values [B, H, S, D] of every layer, and
+    their mask [B, S]. Returns [B, P, E] after the final norm at `positions` [B, P];
+    None means all.
     """
     return self.after(x, cross, cross_mask, [], positions)[0]
 
@@ -306,15 +296,8 @@ class Decoder(nn.Module):
                            step 1                 x
                            step 2                    x
 
-    Args:
-      x: [B, T, E] embedded inputs of this step.
-      cross: as in `at`.
-      cross_mask: as in `at`.
-      earlier: what this method returned as second value in each step before.
-      positions: as in `at`.
-
-    Returns:
-      [B, P, E] after the final norm; and the keys and values of every layer.
+    `earlier` is what this method returned as second value in each step before: the keys
+    and values of every layer.
     """
     length, entries = x.shape[1], []
     # Every row starts at 0, so one row of biases is enough for all.
@@ -326,9 +309,8 @@ class Decoder(nn.Module):
       query = everywhere if chosen is None else chosen
       self_bias = self._step_bias(query, length, len(earlier))
       before = [step[index] for step in earlier]
-      x, own = _call(
-        layer, x, self_bias, cross[index], cross_bias, None, chosen, before
-      )
+      arguments = (x, self_bias, cross[index], cross_bias, None, chosen, before)
+      x, own = layers.traced_once(layer, DecoderLayer.__call__, *arguments)
       entries.append(own)
     return self.decoder_norm(x), entries
 
@@ -347,7 +329,8 @@ class Decoder(nn.Module):
     for index, layer in enumerate(self.layers):
       cross = cache.cross_keys[index], cache.cross_values[index]
       past = cache.self_keys[index], cache.self_values[index], cache.length
-      x, entries = _call(layer, x, self_bias, cross, cross_bias, past)
+      arguments = (x, self_bias, cross, cross_bias, past)
+      x, entries = layers.traced_once(layer, DecoderLayer.__call__, *arguments)
       written.append(entries)
     return self.decoder_norm(x), cache.advanced(written, count)
 
@@ -365,20 +348,6 @@ class Decoder(nn.Module):
     key = jnp.arange(key_length)
     causal = key[None, None, :] <= query[:, :, None]
     return self.relpos_bias(query, key) + layers.mask_bias(causal)[:, None]
-
-
-def _call(
-  layer: DecoderLayer,
-  x,
-  self_bias,
-  cross,
-  cross_bias,
-  past,
-  positions=None,
-  earlier=(),
-):
-  arguments = (x, self_bias, cross, cross_bias, past, positions, earlier)
-  return layers.traced_once(layer, DecoderLayer.__call__, *arguments)
 
 
 class T5(served.LanguageModel):

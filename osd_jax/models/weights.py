@@ -249,28 +249,18 @@ def load(path: str | Path, as_stored: bool = False) -> Weights:
     InputError: the file is missing or has another format, or its tensors do not fit the
       configuration in its header.
   """
-  tensors, header = opened(Path(path), _MODELS)
-  config = config_of(_KINDS[header["format"]], header.get("config", ""), path)
+  tensors, header, config = opened(Path(path), _MODELS)
   params = read_params(tensors, expected_shapes(config), path, as_stored)
   return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 
 def shape_of(path: str | Path) -> ModelConfig | AttachedConfig:
-  """The configuration in the header of a file; reads no tensors.
-
-  Raises:
-    InputError: see `load`.
-  """
-  _, header = opened(Path(path), tuple(_KINDS))
-  return config_of(_KINDS[header["format"]], header.get("config", ""), path)
+  """The configuration in the header of a file; reads no tensors."""
+  return opened(Path(path), tuple(_KINDS))[2]
 
 
 def bfloat16_of(path: str | Path) -> frozenset[str]:
-  """Paths of the parameters that a file stores in bfloat16; reads no tensors.
-
-  Raises:
-    InputError: see `load`.
-  """
+  """Paths of the parameters that a file stores in bfloat16; reads no tensors."""
   return opened(Path(path), tuple(_KINDS))[0].short
 
 
@@ -281,8 +271,8 @@ def is_attached(path: Path) -> bool:
 
 def opened(
   path: Path, wanted: tuple[str, ...]
-) -> tuple[tensors_lib.Tensors, dict[str, str]]:
-  """Opens a file of one of the wanted formats; returns its tensors and its header."""
+) -> tuple[tensors_lib.Tensors, dict[str, str], Any]:
+  """Opens a file of one of the wanted formats: tensors, header, configuration."""
   tensors, header = tensors_lib.of_safetensors(path)
   if header.get("format") not in wanted:
     advice = "`osd pretrain`, `osd offline` and `osd convert` write such files."
@@ -301,7 +291,17 @@ def opened(
       f"weights: {path} has format {header.get('format')!r}, expected"
       f" {' or '.join(map(repr, wanted))}. {advice}"
     )
-  return tensors, header
+  kind, text = _KINDS[header["format"]], header.get("config", "")
+  names = {in_file: name for name, in_file in _FIELDS_IN_FILES.items()}
+  try:
+    fields = {names.get(name, name): v for name, v in json.loads(text).items()}
+    return tensors, header, kind(**fields)
+  except (AttributeError, TypeError, ValueError) as error:
+    raise base.InputError(
+      f"weights: {path}: config in the header: received {text!r}, expected the"
+      f" fields of {kind.__name__} ({error}). The file may come from another version of"
+      " this package."
+    ) from error
 
 
 def read_params(
@@ -321,17 +321,3 @@ def _config_json(config: Any) -> str:
       if fields[name] == getattr(usual, name):
         del fields[name]
   return json.dumps({_FIELDS_IN_FILES.get(name, name): fields[name] for name in fields})
-
-
-def config_of(kind: type, text: str, path: str | Path) -> Any:
-  """Returns the config that a header holds."""
-  names = {in_file: name for name, in_file in _FIELDS_IN_FILES.items()}
-  try:
-    fields = {names.get(name, name): v for name, v in json.loads(text).items()}
-    return kind(**fields)
-  except (AttributeError, TypeError, ValueError) as error:
-    raise base.InputError(
-      f"weights: {path}: config in the header: received {text!r}, expected the"
-      f" fields of {kind.__name__} ({error}). The file may come from another version of"
-      " this package."
-    ) from error

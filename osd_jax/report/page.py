@@ -121,15 +121,10 @@ GLOSSARY = {
 def conclude(
   directory: runs.RunDirectory, console: rich.console.Console, verdict: str = ""
 ) -> Path:
-  """Prints the tables and sentences of a run and writes its report.
+  """Prints the tables and sentences of a run of any command and writes its report.
 
-  Args:
-    directory: a run of any command.
-    console: the console that shows tables and sentences.
-    verdict: the certificate's sentence; "" if no output was checked.
-
-  Returns:
-    Path of the report.
+  `verdict` is the certificate's sentence, "" if no output was checked. Returns the path
+  of the report.
   """
   rows = list(runs.read(directory.metrics_path))
   found = tables.summary(rows)
@@ -154,11 +149,7 @@ def finish(
 ) -> runs.RunResult:
   """Writes the certificate and the report of a run whose outputs were checked.
 
-  Args:
-    verdict: the certificate of all outputs.
-    directory: the run, whose files are completed.
-    console: the console that shows tables and sentences.
-    unchecked: printed instead of the verdict if no output was checked.
+  `unchecked` is printed instead of the verdict if no output was checked.
   """
   exact = certificate.finish(verdict, directory)
   conclude(directory, console, verdict.sentence() or unchecked)
@@ -217,13 +208,8 @@ def compare(
 ) -> Path:
   """Compares online runs: the fastest, one table, plots, and the verdict of each.
 
-  Args:
-    paths: the run directories, two or more.
-    output: folder of the page, created if needed.
-    console: the console that shows table and sentences, if given.
-
-  Returns:
-    Path of the page.
+  The page is written to the folder `output`, which is created if needed; the console
+  shows table and sentences. Returns the path of the page.
 
   Raises:
     InputError: fewer than two different runs, one of them served no requests, or the
@@ -302,16 +288,10 @@ def write_report(
   drawn: Sequence[plots.Plot],
   note: str = "",
 ) -> Path:
-  """Writes report.html of a run, with sample answers and provenance.
+  """Writes report.html of a run, with sample answers and provenance; returns its path.
 
-  Args:
-    directory: the run; its outputs, provenance and config are shown too.
-    found: sentences and tables of the page.
-    drawn: the plots in reading order; they are embedded.
-    note: printed below the plots, for example why there are none.
-
-  Returns:
-    Path of the report.
+  The plots are embedded in reading order. `note` is printed below them, for example why
+  there are none.
   """
   provenance = directory.provenance()
   if directory.outputs_path.exists():

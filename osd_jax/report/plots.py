@@ -68,11 +68,7 @@ class Plot:
 
 
 def draw_plots(rows: Iterable[Row], directory: str | Path) -> tuple[list[Plot], str]:
-  """Draws every plot for which the rows have data.
-
-  Args:
-    rows: rows of metrics.jsonl, of any command.
-    directory: folder of the SVG files, created if needed.
+  """Draws every plot for which the rows of metrics.jsonl, of any command, have data.
 
   Returns:
     The plots in reading order, and "" or a sentence that explains why there are none.
@@ -84,14 +80,9 @@ def draw_plots(rows: Iterable[Row], directory: str | Path) -> tuple[list[Plot], 
 def draw_comparison(
   served: Mapping[str, Sequence[Row]], directory: str | Path
 ) -> tuple[list[Plot], str]:
-  """Draws overlap, tokens per call and time of several online runs.
+  """Draws overlap, tokens per call and time of several online runs; see `draw_plots`.
 
-  Args:
-    served: name of the run -> rows of its metrics.jsonl.
-    directory: folder of the SVG files, created if needed.
-
-  Returns:
-    As `draw_plots`.
+  `served`: name of the run -> rows of its metrics.jsonl.
   """
   draw = lambda arguments: _compared(served, *arguments)
   return _drawn(COMPARED, draw, Path(directory))
@@ -135,13 +126,7 @@ def figure(
 ) -> tuple[Any, list[Any]]:
   """Makes an empty figure and returns it with its axes, row by row.
 
-  Args:
-    title: text above all axes of the figure.
-    rows: number of rows of axes.
-    columns: number of columns of axes.
-    width: width of the whole figure, in inches.
-    height: height of the whole figure, in inches.
-    alike: whether the axes share their scales.
+  Width and height are those of the whole figure, in inches; `alike` axes share scales.
   """
   # Not pyplot, which keeps global state and looks for a display.
   from matplotlib.figure import Figure
@@ -186,11 +171,7 @@ def grouped_bars(
 ) -> None:
   """Draws the series as bars next to each other in every group, with their numbers.
 
-  Args:
-    axes: matplotlib's axes, which are changed in place.
-    groups: names of the groups along the axis.
-    values: series -> one number per group; NaN draws nothing.
-    colors: one for each series, in order.
+  `values` has one number per group for each series; NaN draws nothing.
   """
   width = 0.8 / max(len(values), 1)
   for number, (name, heights) in enumerate(values.items()):

@@ -247,8 +247,7 @@ def _ms_per_token(rows: Sequence[Row], name: str) -> float:
 def comparison(served: Mapping[str, Sequence[Row]]) -> Summary:
   """Summarises two or more online runs: the fastest, one row per run, verdicts.
 
-  Args:
-    served: name of the run -> rows of its metrics.jsonl.
+  `served`: name of the run -> rows of its metrics.jsonl.
   """
   table = [_comparison_row(name, rows) for name, rows in served.items()]
   streams = [
@@ -501,14 +500,10 @@ class Segment:
 
 
 def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
-  """Splits the stream where a new source lasts for `min_run` requests.
+  """Splits the stream where a new source lasts for `min_run` consecutive requests.
 
   A stream that mixes its sources has no such position and is one segment. If no source
   returns after another one, runs may have any length.
-
-  Args:
-    requests: request rows, in the order of the stream.
-    min_run: number of consecutive requests that make a segment.
   """
   sources = [str(row.get("source", "")) for row in requests]
   if not sources:

@@ -61,11 +61,9 @@ class Checkpointer:
   ):
     """Opens a folder of steps, and creates it if needed.
 
-    Args:
-      directory: the folder that holds one folder per step.
-      every: a checkpoint is due after this many finished requests.
-      logs: logs of the run. `restore` cuts them back to the rows that they had.
-      models: parameters that a run must continue with, by name; see `fingerprint`.
+    A checkpoint is due after `every` finished requests. `restore` cuts the logs back to
+    the rows that they had. `models` are parameters that a run must continue with, by
+    name; see `fingerprint`.
     """
     import orbax.checkpoint as ocp  # imported late, because it takes 0.3 s
 
@@ -128,9 +126,8 @@ class Checkpointer:
   def resumed(self, unit: str, total: int | None) -> str:
     """Returns a sentence on where the run continues, or "" for a new run.
 
-    Args:
-      unit: name of one counted thing, such as "request".
-      total: the run's length; None if it is unknown.
+    `unit` is the name of one counted thing, such as "request"; `total` is the run's
+    length, None if it is unknown.
     """
     if self._restored is None:
       return ""
@@ -202,12 +199,8 @@ class Checkpointer:
     """Saves a step, waits for it, and removes everything else, even a copy of it.
 
     For rows that must leave the disk: nothing that was saved before is left. A process
-    that is killed meanwhile leaves a complete step, possibly an old one.
-
-    Args:
-      step: see `save`; it may be the newest step on disk. Step 0 holds no rows.
-      tree: see `save`.
-      host: see `save`.
+    that is killed meanwhile leaves a complete step, possibly an old one. The step may
+    be the newest one on disk; step 0 holds no rows.
 
     Raises:
       InputError: the step cannot be written; older steps are left.

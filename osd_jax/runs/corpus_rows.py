@@ -31,11 +31,9 @@ class CorpusRows:
   """
 
   def __init__(self, path: str | Path, made_from: Mapping[str, Any]):
-    """Opens or makes the folder, and reads the rows that it has.
+    """Opens or makes the folder, and reads the rows that it has; "" has no files.
 
-    Args:
-      path: the folder; "" keeps the rows in memory only.
-      made_from: JSON values that the rows depend on: prompts, target and settings.
+    `made_from` are JSON values that the rows depend on: prompts, target and settings.
 
     Raises:
       InputError: the rows in the folder were made from something else, or a file is

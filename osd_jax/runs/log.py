@@ -86,9 +86,7 @@ class MetricsLog(JsonLines):
   def __init__(self, path: str | Path, tensorboard: Path | None = None):
     """Opens `path` for appending; its folder must exist.
 
-    Args:
-      path: the file, usually metrics.jsonl of a run.
-      tensorboard: folder of TensorBoard events; None writes none.
+    `tensorboard` is the folder of TensorBoard events; None writes none.
 
     Raises:
       MissingExtraError: tensorboardX is not installed.

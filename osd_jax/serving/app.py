@@ -40,10 +40,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 def make(service: Service, token: str = "") -> Starlette:
   """Returns the application.
 
-  Args:
-    service: answers the requests.
-    token: bearer token that every route but the live page and /health needs; "" for
-      none.
+  Every route but the live page and /health needs the bearer token; "" for none.
   """
   routes = _Routes(service, bool(token))
   table: list[tuple[str, str, Handler]] = [

@@ -37,22 +37,14 @@ _FREE = (
 
 
 def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
-  """Serves until SIGTERM or Ctrl-C.
+  """Serves until SIGTERM or Ctrl-C; returns the run directory, "." without one.
 
-  Args:
-    config: what is served, and how.
-    operative_config: gin text stored in the run directory.
-
-  Returns:
-    The run directory, "." without one.
+  `operative_config` is gin text that is stored in the run directory.
   """
-  try:
+  with base.extra("serve", "osd serve"):
     import starlette  # noqa: F401
     import uvicorn  # noqa: F401
-  except ImportError as error:
-    raise base.MissingExtraError(
-      f"osd serve needs {error.name}; install the extra (pip install 'osd-jax[serve]')."
-    ) from error
+
   from osd_jax.serving import app
 
   background.share_heaps()

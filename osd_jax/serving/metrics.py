@@ -102,12 +102,9 @@ class Metrics:
   """The metrics of one server, in a registry of their own."""
 
   def __init__(self, model: str, num_draft_tokens: int, sources: Sequence[str]):
-    """Makes all metrics.
+    """Makes all metrics, for K drafted positions.
 
-    Args:
-      model: their label `model_name`.
-      num_draft_tokens: K, the number of positions that are counted.
-      sources: what names drafted tokens: "draft", "cache", both or neither.
+    `sources` is what names drafted tokens: "draft", "cache", both or neither.
     """
     self._positions, self._sources = num_draft_tokens, tuple(sources)
     self._registry = prometheus.CollectorRegistry()
@@ -143,13 +140,9 @@ class Metrics:
       self._by_source(source, 0, 0)
 
   def count(self, job: Job, done: Finished, now: float, plain: float) -> None:
-    """Counts a finished answer.
+    """Counts a finished answer at `now`, on the clock of `Job.arrived`.
 
-    Args:
-      job: what was asked.
-      done: the answer.
-      now: clock of `Job.arrived`.
-      plain: estimated seconds of plain decoding for it; 0 if nothing is drafted.
+    `plain` is the estimate of the seconds of plain decoding; 0 if nothing is drafted.
     """
     tokens, first = len(done.tokens), job.first_token or now
     steps = done.target_calls if done.drafted else 0
@@ -246,12 +239,7 @@ class Metrics:
     }
 
   def text(self, load: Load, gauges: Mapping[str, float]) -> bytes:
-    """Returns all metrics in Prometheus' text format.
-
-    Args:
-      load: what the scheduler holds.
-      gauges: values of further gauges by their names.
-    """
+    """Returns all metrics in Prometheus' text format, `gauges` included."""
     recent = self.snapshot()
     for name, value in (
       ("vllm:num_requests_running", load.running),

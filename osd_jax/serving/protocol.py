@@ -131,15 +131,11 @@ def read_ask(
   defaults: SamplingConfig,
   record_top_k: int = 0,
 ) -> Ask:
-  """Checks a request for completions.
+  """Checks a request for completions, or for chat completions if `is_chat`.
 
-  Args:
-    fields: the parsed body.
-    is_chat: whether it was sent to chat/completions.
-    model: name of the served model.
-    defaults: sampling of requests that state none.
-    record_top_k: entries kept of the target's distributions; more alternatives per
-      token cannot be returned.
+  `defaults` is the sampling of requests that state none. Only `record_top_k` entries of
+  the target's distributions are kept, so no more alternatives per token can be
+  returned.
 
   Raises:
     Refusal: a parameter is wrong, missing, unknown or not supported.
@@ -565,13 +561,9 @@ def log_probs(
   chosen: np.ndarray,
   decode: Callable[[Any], str],
 ) -> dict[str, Any]:
-  """Returns the log-probabilities of an answer's tokens.
+  """Returns the log-probabilities of an answer's tokens, from its records.
 
-  Args:
-    ask: the request.
-    done: the answer, with its records.
-    chosen: [n] log-probability of each emitted token.
-    decode: returns the text of token ids.
+  `chosen` [n] are those of the emitted tokens; `decode` returns the text of token ids.
   """
   count = ask.top_logprobs or 0
   ids = np.asarray(done.batch.records.ids)[0, :, :count]

@@ -214,16 +214,13 @@ class Scheduler:
     on_call: Callable[[int], object] = lambda tokens: None,
     stream_tokens: int = 0,
   ):
-    """Starts nothing yet.
+    """Starts nothing yet; only the serving thread uses the server from now on.
 
-    Args:
-      server: answers the requests; only the serving thread uses it from now on.
-      max_waiting: jobs that may wait while all rows are taken.
-      on_finished: called on the serving thread with every finished answer that was not
-        cancelled, before its client receives it.
-      on_call: called on the serving thread after every compiled call with the tokens
-        that it emitted, and those of the prompts that were prefilled before it.
-      stream_tokens: tokens of each piece of a stream; 0 for those of a call.
+    `max_waiting` jobs may wait while all rows are taken. On the serving thread,
+    `on_finished` is called with every finished answer that was not cancelled, before
+    its client receives it; and `on_call` after every compiled call with the tokens that
+    it emitted, and those of the prompts that were prefilled before it. Each piece of a
+    stream has `stream_tokens` tokens; 0 sends those of a call.
     """
     self._server, self._max_waiting = server, max_waiting
     self._on_finished, self._on_call = on_finished, on_call
@@ -255,14 +252,7 @@ class Scheduler:
     is_streamed: bool,
     tenant: Tenant,
   ) -> Call:
-    """Queues n answers to each prompt, or none at all.
-
-    Args:
-      prompts: token ids of each prompt.
-      prompt: settings of all; answer i draws with seed + i.
-      n: answers per prompt.
-      is_streamed: whether events carry pieces of text.
-      tenant: whose request it is.
+    """Queues n answers to each prompt, or none at all; answer i draws with seed + i.
 
     Raises:
       InputError: the engine cannot decode a prompt, or there are more answers than

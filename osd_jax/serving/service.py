@@ -143,11 +143,6 @@ class Service:
   ):
     """Loads the pair, restores what was learnt, and compiles every call.
 
-    Args:
-      config: its settings.
-      directory: the opened run directory, or None.
-      clock: seconds since 1970, for `ServeConfig.record_seconds`.
-
     Raises:
       InputError: a file is missing or broken, or the draft cannot learn.
     """

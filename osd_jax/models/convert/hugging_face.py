@@ -92,15 +92,13 @@ def config_to(config: ModelConfig) -> dict[str, Any]:
 
 
 def read(folder: str | Path, as_stored: bool = False) -> Weights:
-  """Reads a model folder that transformers wrote, one tensor at a time.
+  """Reads a model folder that transformers wrote, or a GGUF file, tensor by tensor.
 
-  Args:
-    folder: contains `config.json`, and `model.safetensors` in one file or in shards;
-      or a GGUF file.
-    as_stored: see `tensors.read_params`.
+  The folder contains `config.json`, and `model.safetensors` in one file or in shards.
 
   Returns:
-    Weights in float32 unless `as_stored`, without the fingerprint of a vocabulary.
+    Weights in float32, or as they are stored (see `tensors.read_params`), without the
+    fingerprint of a vocabulary.
 
   Raises:
     InputError: a file is missing or cannot be read, or the model is not supported.
@@ -115,11 +113,7 @@ def read(folder: str | Path, as_stored: bool = False) -> Weights:
 
 
 def bfloat16_of(folder: str | Path) -> frozenset[str]:
-  """Paths of the parameters that are stored in bfloat16; reads no weights.
-
-  Raises:
-    InputError: see `read`.
-  """
+  """Paths of the parameters that are stored in bfloat16; reads no weights."""
   _, tensors, names = _named(Path(folder))
   return frozenset(path for path, name in names.items() if name in tensors.short)
 

@@ -31,14 +31,10 @@ _SCANNED = ("encoder/encoder/", "decoder/decoder/")
 
 
 def read(folder: str | Path, config: T5Config) -> Weights:
-  """Reads a checkpoint that t5x wrote, one parameter at a time.
+  """Reads a checkpoint that t5x wrote, one parameter at a time, in float32.
 
-  Args:
-    folder: `checkpoint_STEP`, with a file `checkpoint` or a folder `state`.
-    config: shape of the model, which t5x's checkpoints do not contain.
-
-  Returns:
-    Weights in float32, without the fingerprint of a vocabulary.
+  The folder `checkpoint_STEP` has a file `checkpoint` or a folder `state`, and does not
+  contain the shape of the model.
 
   Raises:
     InputError: the folder is not such a checkpoint, its parameters do not fit `config`,

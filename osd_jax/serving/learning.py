@@ -142,10 +142,11 @@ class Learning:
   ):
     """Restores the learner from the run directory, if there is one.
 
-    The learner of `server` is used by the learning thread only. Checkpoints, one every
-    `every` answers, and the journal are kept in `directory`; None keeps nothing. Records
-    older than `record_seconds` are removed by `expire`; 0 keeps them. `keep_answers` =
-    False writes no token of a request to the disk. `clock` returns seconds since 1970.
+    The learner of `server` is used by the learning thread only. Checkpoints, one in
+    `every` answers, and the journal are kept in `directory`; None keeps nothing.
+    Records older than `record_seconds` are removed by `expire`; 0 keeps them.
+    `keep_answers` = False writes no token of a request to the disk. `clock` returns
+    seconds since 1970.
 
     `on_learned` is called with the overlap of the newest draft with every answer,
     before it learns from the answer; with that of the first draft, or None if it was

@@ -102,8 +102,7 @@ def _refused(refusal: Refusal) -> JSONResponse:
   return JSONResponse(refusal.body(), refusal.status, headers)
 
 
-async def _unknown_path(request: Request, error: Exception) -> Response:
-  del error
+async def _unknown_path(request: Request, _: Exception) -> Response:
   return _refused(Refusal(404, f"{request.url.path}: no such path."))
 
 
@@ -113,8 +112,7 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
   return JSONResponse(refusal.body(), 405, headers)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-  del request
+async def _failed(_: Request, error: Exception) -> Response:
   said = f"an error of the server: {type(error).__name__}; its log has the details"
   return _refused(Refusal(500, f"{said}."))
 
@@ -131,16 +129,13 @@ class _Routes:
     lengths = decoding.target_length, decoding.record_top_k
     self._schema = schema.make(self._model, *lengths, token=has_token)
 
-  async def page(self, request: Request) -> Response:
-    del request
+  async def page(self, _: Request) -> Response:
     return HTMLResponse(self._page)
 
-  async def live(self, request: Request) -> Response:
-    del request
+  async def live(self, _: Request) -> Response:
     return JSONResponse(self._service.live())
 
-  async def health(self, request: Request) -> Response:
-    del request
+  async def health(self, _: Request) -> Response:
     load = self._service.scheduler.load
     if load.failure is not None:
       raise Refusal(503, "the engine has failed; restart the server.", code="failed")
@@ -148,12 +143,10 @@ class _Routes:
       raise Refusal(503, "the server is shutting down.", code="draining")
     return Response()
 
-  async def metrics(self, request: Request) -> Response:
-    del request
+  async def metrics(self, _: Request) -> Response:
     return Response(self._service.exposition(), media_type=_PROMETHEUS)
 
-  async def draft(self, request: Request) -> Response:
-    del request
+  async def draft(self, _: Request) -> Response:
     headers = {"Content-Disposition": 'attachment; filename="draft.safetensors"'}
     return Response(await self._service.draft(), 200, headers, _BYTES)
 
@@ -169,8 +162,7 @@ class _Routes:
         raise Refusal(400, said) from None
     return JSONResponse({"draft_version": version})
 
-  async def clear_cache(self, request: Request) -> Response:
-    del request
+  async def clear_cache(self, _: Request) -> Response:
     await self._service.clear_cache()
     return Response(status_code=204)
 
@@ -179,16 +171,13 @@ class _Routes:
     await self._service.forget_tenant(name)
     return Response(status_code=204)
 
-  async def version(self, request: Request) -> Response:
-    del request
+  async def version(self, _: Request) -> Response:
     return JSONResponse({"version": importlib.metadata.version("osd-jax")})
 
-  async def openapi(self, request: Request) -> Response:
-    del request
+  async def openapi(self, _: Request) -> Response:
     return JSONResponse(self._schema)
 
-  async def models(self, request: Request) -> Response:
-    del request
+  async def models(self, _: Request) -> Response:
     decoding = self._service.config.decoding
     longest = decoding.source_lengths[-1] + decoding.target_length
     listed = {**self._listed, "created": 0, "max_model_len": longest}

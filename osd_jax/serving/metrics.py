@@ -14,21 +14,8 @@ from osd_jax.serving.learning import FLOOR_EVERY
 from osd_jax.serving.scheduler import Job, Load
 
 SECONDS = (
-  0.001,
-  0.0025,
-  0.005,
-  0.01,
-  0.025,
-  0.05,
-  0.1,
-  0.25,
-  0.5,
-  1,
-  2.5,
-  5,
-  10,
-  30,
-  60,
+  *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+  *(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 # Answers whose means the live page and the gauges show.
@@ -112,10 +99,7 @@ class Metrics:
     common = {"model_name": model, "engine": "0"}
     self._made: dict[str, Any] = {}
     labels = tuple(common)
-    for kind, table in (
-      (prometheus.Counter, _COUNTERS),
-      (prometheus.Gauge, _GAUGES),
-    ):
+    for kind, table in ((prometheus.Counter, _COUNTERS), (prometheus.Gauge, _GAUGES)):
       for name, text in table.items():
         made = kind(name, text, labels, registry=self._registry)
         self._made[name] = made.labels(**common)
@@ -155,7 +139,10 @@ class Metrics:
     self._add("vllm:prompt_tokens", len(done.request.tokens))
     self._add("vllm:generation_tokens", tokens)
     self._add("osd:target_calls", done.target_calls)
-    self._count_sources(done)
+    by_cache = done.drafted_by_cache, done.accepted_by_cache
+    by_draft = done.drafted - by_cache[0], done.accepted - by_cache[1]
+    for source in self._sources:
+      self._by_source(source, *(by_cache if source == "cache" else by_draft))
     reason = finish_reason(done)
     name = "vllm:request_success"
     self._made[name].labels(**self._common, finished_reason=reason).inc()
@@ -177,8 +164,8 @@ class Metrics:
       "calls": done.target_calls,
       "accepted": done.accepted,
       "drafted": done.drafted,
-      "by_draft": done.accepted - done.accepted_by_cache,
-      "by_cache": done.accepted_by_cache,
+      "by_draft": by_draft[1],
+      "by_cache": by_cache[1],
       "plain_seconds": plain,
       "decoding_seconds": done.milliseconds / 1e3 if plain else 0.0,
     }
@@ -261,14 +248,6 @@ class Metrics:
   def _compiled(self, event: str, *_: Any, **__: Any) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
       self._add("osd:compilations", 1)
-
-  def _count_sources(self, done: Finished) -> None:
-    drafted = {"cache": done.drafted_by_cache}
-    accepted = {"cache": done.accepted_by_cache}
-    drafted["draft"] = done.drafted - done.drafted_by_cache
-    accepted["draft"] = done.accepted - done.accepted_by_cache
-    for source in self._sources:
-      self._by_source(source, drafted[source], accepted[source])
 
   def _by_source(self, source: str, drafted: int, accepted: int) -> None:
     for name, count in (("draft", drafted), ("accepted_draft", accepted)):

@@ -65,7 +65,7 @@ class EvaluateConfig(session.RunConfig):
       "decoding": (
         self.decoding.record_top_k >= 1,
         "record_top_k >= 1: overlap is measured against the records",
-      ),
+      )
     }
 
 

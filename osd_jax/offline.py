@@ -14,10 +14,7 @@ from osd_jax import corpus as corpus_lib
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation import update as updates
 from osd_jax.engine import agreement, generation_config
-from osd_jax.engine.requests import (
-  DecodingConfig,
-  Finished,
-)
+from osd_jax.engine.requests import DecodingConfig, Finished
 from osd_jax.report import page, progress
 
 LOG_EVERY = 20  # steps between log rows
@@ -158,9 +155,7 @@ class OfflineLoop:
     self._losses: list[Any] = []
     self._log = runs.MetricsLog(directory.metrics_path)
     self._checkpointer = runs.Checkpointer(
-      directory.checkpoints_path,
-      logs=[self._log],
-      models=self.pair.named_params,
+      directory.checkpoints_path, logs=[self._log], models=self.pair.named_params
     )
     self._restore()
 

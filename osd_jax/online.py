@@ -27,11 +27,7 @@ from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig, Outcome
 from osd_jax.engine import generation_config, measurement
 from osd_jax.engine.replicas import ReplicaConfig
-from osd_jax.engine.requests import (
-  DecodingConfig,
-  Finished,
-  Request,
-)
+from osd_jax.engine.requests import DecodingConfig, Finished, Request
 from osd_jax.engine.server import Server
 from osd_jax.report import progress
 from osd_jax.runs.logbook import Logbook

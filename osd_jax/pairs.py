@@ -167,11 +167,7 @@ class Pair:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
 
   def save_draft(
-    self,
-    path: str | Path,
-    params: base.Params,
-    notes: str,
-    storage: str = "float32",
+    self, path: str | Path, params: base.Params, notes: str, storage: str = "float32"
   ) -> Path:
     """Writes parameters of the draft to a file.
 

@@ -163,7 +163,7 @@ class LossConfig(base.Config):
       "num_negatives": (
         self.num_tokens or not self.num_negatives,
         "0 without num_tokens: negatives represent the tokens that are left out",
-      ),
+      )
     }
 
 
@@ -187,9 +187,7 @@ def chosen_positions(
 
 
 def distillation_loss(
-  config: LossConfig,
-  draft_logits: Float[Array, "R T V"],
-  batch: base.DistillationBatch,
+  config: LossConfig, draft_logits: Float[Array, "R T V"], batch: base.DistillationBatch
 ) -> Float[Array, ""]:
   """Mean divergence over the chosen positions, weighted by row: [] float32.
 

@@ -68,7 +68,7 @@ class OptimizerConfig(base.Config):
         self.schedule == "constant" if end is None else end > warmup,
         f"an integer above warmup_steps ({warmup}), since the schedule is"
         f" {self.schedule!r}",
-      ),
+      )
     }
 
 

@@ -160,10 +160,7 @@ def _draw_tokens(
 
 
 def _with_token_columns(
-  batch: base.DistillationBatch,
-  tokens: Int[Array, " n"],
-  outside: int,
-  vocab_size: int,
+  batch: base.DistillationBatch, tokens: Int[Array, " n"], outside: int, vocab_size: int
 ) -> base.DistillationBatch:
   """Replaces recorded ids by their index in `tokens`, or by `outside`."""
   order = jnp.arange(len(tokens))

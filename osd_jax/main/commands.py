@@ -301,7 +301,7 @@ _OWN = {
     bool,
     "",
     "sample as the model's generation_config.json says; only the seed is yours",
-  ),
+  )
 }
 _LEARNING = {
   "learn": (bool, "", "let the draft learn from the requests"),

@@ -22,12 +22,7 @@ from osd_jax import base, remote
 from osd_jax.models import families
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import (
-  AttachedConfig,
-  LlamaConfig,
-  T5Config,
-  T5GemmaConfig,
-)
+from osd_jax.models.shapes import AttachedConfig, LlamaConfig, T5Config, T5GemmaConfig
 
 _KINDS = {
   "osd_jax.t5": T5Config,

@@ -377,13 +377,7 @@ def _over_requests(
       # Thousands of dots as a picture: as shapes they would make the page slow.
       dots = {"alpha": 0.4, "markersize": 4, "mew": 0, "rasterized": True}
       axes.plot(places(line.requests), line.values, ".", color=line.color, **dots)
-    axes.plot(
-      *_trend(line),
-      line.style,
-      color=line.color,
-      lw=2,
-      label=line.name,
-    )
+    axes.plot(*_trend(line), line.style, color=line.color, lw=2, label=line.name)
   axes.set_ylim(*limits)
   axes.set_xlabel("request" + (f" ({hidden} dots above)" if hidden else ""))
   legend(made, axes)

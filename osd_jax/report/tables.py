@@ -282,11 +282,7 @@ def comparison(served: Mapping[str, Sequence[Row]]) -> Summary:
       f"{fastest['run']} is {ahead:.2f}x as fast as {second['run']}: {times}.",
     )
   return Summary(
-    "Comparison of runs",
-    [fact],
-    notes,
-    {"Runs": table},
-    details_notes=verdicts,
+    "Comparison of runs", [fact], notes, {"Runs": table}, details_notes=verdicts
   )
 
 

@@ -539,10 +539,7 @@ def speculation(done: Finished, num_draft_tokens: int) -> dict[str, Any]:
 
 
 def log_probs(
-  ask: Ask,
-  done: Finished,
-  chosen: np.ndarray,
-  decode: Callable[[Any], str],
+  ask: Ask, done: Finished, chosen: np.ndarray, decode: Callable[[Any], str]
 ) -> dict[str, Any]:
   """Returns the log-probabilities of an answer's tokens, from its records.
 

@@ -28,11 +28,7 @@ from osd_jax.models.shapes import LlamaConfig, T5Config, T5GemmaConfig
 from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
-_FAMILIES: dict[type, Any] = {
-  T5Config: t5,
-  LlamaConfig: llama,
-  T5GemmaConfig: t5gemma,
-}
+_FAMILIES: dict[type, Any] = {T5Config: t5, LlamaConfig: llama, T5GemmaConfig: t5gemma}
 _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 _PREFIX = "model."  # of tensors in a model with a head, in decoder-only families
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")

@@ -297,7 +297,7 @@ def as_tuples(value: Any) -> Any:
   return value
 
 
-def is_count(value: Any, least: int = 1) -> bool:
+def is_count(value: Any, least: int = 1) -> typing.TypeGuard[int]:
   """Whether a value is an integer of at least `least`; True and 2.0 are none."""
   is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
   return is_integer and bool(value >= least)

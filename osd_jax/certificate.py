@@ -98,15 +98,8 @@ class Certificate:
     return self.check == "near-tie audit" or self.near_ties <= allowed
 
   def __add__(self, other: "Certificate") -> "Certificate":
-    return Certificate(
-      self.check if self.outputs else other.check,
-      self.outputs + other.outputs,
-      self.equal + other.equal,
-      self.tokens + other.tokens,
-      self.near_ties + other.near_ties,
-      self.failures + other.failures,
-      self.broken + other.broken,
-    )
+    sums = {name: own + vars(other)[name] for name, own in vars(self).items()}
+    return Certificate(**{**sums, "check": (self if self.outputs else other).check})
 
   def row(self) -> dict[str, Any]:
     """Fields for a table; `failures` is a count."""

@@ -171,11 +171,7 @@ class Bench:
   """The target, its drafts and the prompts of one evaluation."""
 
   def __init__(self, config: EvaluateConfig):
-    """Loads the pairs and reads the prompts.
-
-    Raises:
-      ValueError: a draft does not fit the target.
-    """
+    """Loads the pairs and reads the prompts."""
     self.config = config
     self._sampling = generation_config.resolved(config.sampling, config.pair)
     paths = (config.pair.named("draft"), *config.drafts)
@@ -428,17 +424,16 @@ def draft_labels(paths: Sequence[str]) -> list[str]:
 Draft = tuple[base.Model, base.Params]
 
 
-def _unrelated(pair: pairs.Pair) -> Draft:
-  return pair.target, jax.jit(pair.target.init)(jax.random.key(9))
-
-
 # Drafts to certify with. Exactness must not depend on the quality of the draft, so the
 # list runs from the target itself to a model with random parameters.
 DRAFTS: dict[str, Callable[[pairs.Pair], Draft]] = {
   "pair": lambda pair: (pair.draft, pair.draft_params),
   "target": lambda pair: (pair.target, pair.target_params),
   "perturbed": lambda pair: (pair.target, perturbed(pair.target_params, _NOISE)),
-  "unrelated": _unrelated,
+  "unrelated": lambda pair: (
+    pair.target,
+    jax.jit(pair.target.init)(jax.random.key(9)),
+  ),
 }
 
 

@@ -179,9 +179,7 @@ def is_short(tensor: Tensor) -> bool:
 def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
   """Reads a tensor: float32 as it is, float16 in float32, any other in bfloat16.
 
-  Raises:
-    InputError: the file ends inside the tensor.
-    MissingExtraError: the package gguf is not installed.
+  A file that ends inside the tensor is an InputError.
   """
   dtype = np.dtype(ml_dtypes.bfloat16 if is_short(tensor) else np.float32)
   count = int(np.prod(tensor.shape))
@@ -487,11 +485,7 @@ def _byte_pairs(
 def byte_pairs(
   vocabulary: dict[str, int], merges: list[tuple[str, ...]], words: str
 ) -> Any:
-  """Makes a tokenizer of bytes, whose texts are split by a regular expression.
-
-  Raises:
-    MissingExtraError: the library tokenizers is not installed.
-  """
+  """Makes a tokenizer of bytes, whose texts are split by a regular expression."""
   with base.extra("llama", "Vocabulary.path: a tokenizer of bytes"):
     import tokenizers
 

@@ -319,11 +319,7 @@ def adapts_untrained(config: PairConfig | Pair) -> bool:
 
 
 def load_vocabulary(config: PairConfig) -> Vocabulary:
-  """Loads the vocabulary of a config, without the sentinels that it does not state.
-
-  Raises:
-    InputError: the files are missing or cannot be read.
-  """
+  """Loads the vocabulary of a config, without the sentinels that it does not state."""
   path = config.path("vocabulary")
   return Vocabulary.load(
     path, config.extra_ids or 0, config.chat_template, config.template_variables
@@ -331,11 +327,7 @@ def load_vocabulary(config: PairConfig) -> Vocabulary:
 
 
 def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
-  """The shape of "target" or "draft", from the header of its file or config.json.
-
-  Raises:
-    InputError: the file is missing or has no shape.
-  """
+  """The shape of "target" or "draft", from the header of its file or config.json."""
   path = config.path(field)
   kind = hugging_face if folders.holds_model(path) else weights
   with _errors(field):
@@ -343,11 +335,7 @@ def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
 
 
 def bfloat16_of(config: PairConfig) -> frozenset[str]:
-  """Paths of the target's parameters that are stored in bfloat16, and stay so.
-
-  Raises:
-    InputError: see `shape_of`.
-  """
+  """Paths of the target's parameters that are stored in bfloat16, and stay so."""
   path = config.path("target")
   kind = hugging_face if folders.holds_model(path) else weights
   with _errors("target"):
@@ -364,11 +352,7 @@ def _errors(field: str) -> Iterator[None]:
 
 
 def with_state_layer(config: PairConfig, shape: ModelConfig) -> ModelConfig:
-  """The target's shape with `PairConfig.state_layer`.
-
-  Raises:
-    InputError: the target has no such layer, or it has an encoder.
-  """
+  """The target's shape with `PairConfig.state_layer`, or an InputError."""
   if not config.state_layer:
     return shape
   has_encoder = isinstance(shape, T5Config | T5GemmaConfig)

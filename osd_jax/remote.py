@@ -96,11 +96,7 @@ class Mirror:
   """
 
   def __init__(self, address: str):
-    """Names the folder of a URL; copies nothing yet.
-
-    Raises:
-      InputError: fsspec does not support such a URL.
-    """
+    """Names the folder of a URL; copies nothing yet."""
     self.address = address.rstrip("/")
     self.folder = _cache(self.address) / _name(self.address)
     self._notes = self.folder.parent / "mirrored.json"

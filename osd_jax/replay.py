@@ -148,7 +148,9 @@ def learned(
   overlaps, rights, slices = [], [], []
   for answer in answers:
     if learner is None:
-      learner = _learner(pair, answer, learning)
+      lengths = answer.source.shape[1], answer.target.shape[1]
+      kept = answer.records.ids.shape[-1]
+      learner = Learner(draft, pair.draft_params, learning, *lengths, kept)
       learner.seed(seen)
       learner.costs = costs
     found = jax.device_get(_score(draft, learner.serving, answer, num_draft_tokens))
@@ -157,7 +159,11 @@ def learned(
       name: float(_score(draft, params, answer, num_draft_tokens)[0][0])
       for name, params in learner.rivals.items()
     }
-    row = _with_errors(answer, walk(right)[1])
+    # The records say where this draft was rejected.
+    rejected = walk(right)[1]
+    error = np.zeros(answer.records.error.shape, bool)
+    error[0, : len(rejected)] = rejected
+    row = answer.replace(records=answer.records.replace(error=error))
     outcome = learner.observe(row, overlap, rivals=rivals)
     if outcome is not None:
       slices.append(len(outcome.losses))
@@ -168,14 +174,6 @@ def learned(
     learner.finish()
     learner.runner.close()
   return Course(np.asarray(overlaps), tuple(rights), len(slices), sum(slices))
-
-
-def _learner(
-  pair: pairs.Pair, answer: base.DistillationBatch, learning: LearningConfig
-) -> Learner:
-  lengths = answer.source.shape[1], answer.target.shape[1]
-  kept = answer.records.ids.shape[-1]
-  return Learner(pair.draft, pair.draft_params, learning, *lengths, kept)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_draft_tokens"))
@@ -202,12 +200,3 @@ def _score(
 
 def _length(row: base.DistillationBatch) -> int:
   return int(np.count_nonzero(np.asarray(row.mask[0])))
-
-
-def _with_errors(
-  row: base.DistillationBatch, rejected: np.ndarray
-) -> base.DistillationBatch:
-  """Returns a row whose records say where this draft was rejected."""
-  error = np.zeros(row.records.error.shape, bool)
-  error[0, : len(rejected)] = rejected
-  return row.replace(records=row.records.replace(error=error))

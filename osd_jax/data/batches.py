@@ -89,11 +89,8 @@ def read_corpus(
 ) -> Corpus:
   """Reads every example of a corpus once, at most `count`; `batch_size` is not used.
 
-  With `require_reference`, examples without a reference are left out.
-
-  Raises:
-    InputError: missing files, or a task without usable examples.
-    MissingExtraError: a source that needs an extra which is not installed.
+  With `require_reference`, examples without a reference are left out. Raises as
+  `TaskExamples`.
   """
   tasks = [TaskExamples(task, vocabulary) for task in config.tasks]
   # Token ids are computed on demand: of a large corpus only the kept examples are

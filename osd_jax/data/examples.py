@@ -212,9 +212,7 @@ class TaskExamples:
   def __init__(self, task: TaskConfig, vocabulary: Vocabulary):
     """Reads the whole task; token ids are computed when they are needed.
 
-    Raises:
-      InputError: the source cannot be read, or has no usable example.
-      MissingExtraError: a source that needs an extra which is not installed.
+    Raises as `texts`; a source without a usable example is an InputError.
     """
     self.task, self._vocabulary = task, vocabulary
     self.examples: list[Example] = []
@@ -306,11 +304,7 @@ def _no_usable_row(task: TaskConfig, skipped: list[str]) -> base.InputError:
 
 
 def find_files(task: TaskConfig) -> list[str]:
-  """Returns the files of a task in sorted order, at least one.
-
-  Raises:
-    InputError: the folder cannot be read, or no file matches.
-  """
+  """Returns the files of a task in sorted order; InputError if there is none."""
   whose = f" (task {task.name!r})"
   pattern = task.pattern.replace("{split}", task.split)
   folder, setting = task.data_dir, f"TaskConfig.data_dir{whose}"
@@ -389,8 +383,7 @@ def _example(templates: tuple[str, str], location: str, raw: files.Row) -> Examp
 def unique_tasks(configs: Iterable[TaskConfig]) -> tuple[TaskConfig, ...]:
   """Returns the different tasks in order of appearance.
 
-  Raises:
-    InputError: two different tasks have the same name.
+  Two different tasks of the same name are an InputError.
   """
   found = tuple(dict.fromkeys(configs))
   names = [task.name for task in found]
@@ -450,10 +443,6 @@ def add_to_report(account: dict[str, Any], name: str, place: str) -> None:
     named.append(place)
 
 
-def _counted(text: str, count: int) -> str:
-  return text.format(count=count).replace("(s)", "" if count == 1 else "s")
-
-
 def sentences(
   reports: Mapping[str, dict[str, Any]],
   clauses: Mapping[str, str],
@@ -468,11 +457,11 @@ def sentences(
   for account in reports.values():
     lines = account["rows"] + account["skipped"]
     every = {"skipped": f"{{count}} of {lines} lines skipped", **clauses}
-    parts = [
-      f"{_counted(text, account[name])}: {_first_places(account, name)}"
-      for name, text in every.items()
-      if account[name]
-    ]
+    parts = []
+    for name, text in every.items():
+      if count := account[name]:
+        said = text.format(count=count).replace("(s)", "" if count == 1 else "s")
+        parts.append(f"{said}: {_first_places(account, name)}")
     if parts := [*parts, *more_clauses(account)]:
       found.append(f"{account['source']}: {'; '.join(parts)}.")
   return found

@@ -150,11 +150,7 @@ def _json_array(file: Any) -> Rows:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-  """Returns the JSON object of one line.
-
-  Raises:
-    UnusableExample: a blank line, not UTF-8, not JSON, or not an object.
-  """
+  """Returns the JSON object of one line, or raises UnusableExample."""
   if not line.strip():
     raise UnusableExample("empty", "blank line")
   try:

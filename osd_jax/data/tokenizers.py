@@ -205,11 +205,7 @@ class _SentencePieceProcessor:
 def read_sentencepiece(
   path: pathlib.Path, model: bytes, settings: Mapping[str, Any]
 ) -> Tokenizer:
-  """Reads the `tokenizer.model` of a decoder-only model.
-
-  Raises:
-    InputError: not a SentencePiece model.
-  """
+  """Reads the `tokenizer.model` of a decoder-only model."""
   processor = sentencepiece_processor(path, model)
   pieces = range(processor.GetPieceSize())
   named = [i for i in pieces if processor.IsControl(i) or processor.IsUnknown(i)]

@@ -132,7 +132,8 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
   slots = jnp.where(valid, (buffer.added + rank - 1) % size, outside)
 
   def write(ring, new):
-    new = _bits(new) if ring.dtype == jnp.uint16 else new
+    if new.dtype == jnp.bfloat16 and ring.dtype == jnp.uint16:
+      new = jax.lax.bitcast_convert_type(new, jnp.uint16)
     new = new.astype(ring.dtype)
     return ring.at[slots].set(new, mode="drop", unique_indices=True)
 
@@ -275,11 +276,6 @@ def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Re
     tail=make(leading, np.float32),
     error=make(leading, np.bool_),
   )
-
-
-def _bits(x: jax.Array) -> jax.Array:
-  """Reinterprets bfloat16 as uint16; leaves integers alone."""
-  return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 def _check_batch(buffer: ReplayBuffer, batch: base.DistillationBatch) -> None:

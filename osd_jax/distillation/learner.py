@@ -424,10 +424,8 @@ class Learner:
   def forget(self, drops: Callable[[Any], bool]) -> None:
     """Erases the buffered requests whose tags `drops` returns True for.
 
-    What the draft has learnt from them stays in its weights.
-
-    Raises:
-      RuntimeError: an update is in progress, which holds rows of its own.
+    What the draft has learnt from them stays in its weights. No update may be in
+    progress, because it holds rows of its own.
     """
     if self.runner.busy:
       raise RuntimeError("distillation: an update is in progress; take it first")

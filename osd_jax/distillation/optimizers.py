@@ -103,13 +103,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   }
   for part, multiplier in multipliers.items():
     if multiplier != 1.0:
-      mask = functools.partial(_path_contains, part)
+      contains = lambda path, _, part=part: part in jax.tree_util.keystr(path)
+      mask = functools.partial(jax.tree_util.tree_map_with_path, contains)
       parts.append(optax.masked(optax.scale(multiplier), mask))
   return optax.chain(*parts)
-
-
-def _path_contains(part: str, params: base.Params) -> base.Params:
-  """Returns a tree like `params` of bools."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, _: part in jax.tree_util.keystr(path), params
-  )

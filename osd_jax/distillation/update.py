@@ -199,7 +199,8 @@ def cut(config: UpdateConfig, batch: base.DistillationBatch) -> base.Distillatio
   # Use the mask, not the tokens: the target may emit the padding id.
   judged = np.flatnonzero(np.any(np.asarray(batch.mask), axis=0))
   longest = int(judged[-1]) + 1 if len(judged) else 1
-  return _cut_to(batch, _round_up(longest, config.length_multiple))
+  # Only T is cut: cutting S too would multiply the number of programs to compile.
+  return batch.cut_to(_round_up(longest, config.length_multiple))
 
 
 def warm_up(
@@ -215,12 +216,7 @@ def warm_up(
   full = batch.target.shape[1]
   step = config.length_multiple or full
   for length in range(step, _round_up(full, step) + 1, step):
-    take_slice(model, config, learner, _cut_to(batch, length), frozen)
-
-
-def _cut_to(batch: base.DistillationBatch, length: int) -> base.DistillationBatch:
-  # Only T is cut: cutting S too would multiply the number of programs to compile.
-  return batch.cut_to(length)
+    take_slice(model, config, learner, batch.cut_to(length), frozen)
 
 
 def _round_up(number: int, multiple: int) -> int:

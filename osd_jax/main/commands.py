@@ -393,14 +393,9 @@ def _default(value: Any) -> str:
   """Returns the text of a field's default."""
   if value is dataclasses.MISSING:
     return " (required)"
-  # Every config has a paragraph of its own, so its name is enough here.
-  if dataclasses.is_dataclass(value) and value == _all_defaults(type(value)):
-    return f" = {type(value).__name__}()"
+  if dataclasses.is_dataclass(value):
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    # Every config has a paragraph of its own, so its name is enough here.
+    if vars(value) == defaults:
+      return f" = {type(value).__name__}()"
   return f" = {value!r}"
-
-
-def _all_defaults(config_class: type) -> Any:
-  """Returns a config with all defaults, or None if a field is required."""
-  fields = dataclasses.fields(config_class)
-  has_all = all(field.default is not dataclasses.MISSING for field in fields)
-  return config_class() if has_all else None

@@ -98,7 +98,9 @@ class Attached(nn.Module):
     cross, states, found, entries = self._cross(target_states), token_states, [], []
     for step in range(steps):
       # The state at an input says which token comes next, so it precedes that token.
-      before = None if states is None else _later(states)
+      before = None
+      if states is not None:
+        before = jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
       x = self._embed(frozen, inputs, before)
       is_last = step == steps - 1
       x, own = self.decoder.after(
@@ -136,11 +138,6 @@ class Attached(nn.Module):
     trained = self.serving is None  # the native product has no gradient
     product = layers.kernel_first_matmul if trained else layers.served_matmul
     return served.head_logits(self.target, product(x, head))
-
-
-def _later(states: jax.Array) -> jax.Array:
-  """Shifts states [B, T, E] to the next position; the first one is zero."""
-  return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 
 
 def frozen_of(

@@ -122,11 +122,7 @@ def format_of(path: Path) -> str:
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:
-  """Parses a JSON object.
-
-  Raises:
-    InputError: it is not a JSON object, or contains a name twice.
-  """
+  """Parses a JSON object; InputError if it is none, or contains a name twice."""
 
   def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     # `json.loads` keeps the last of two equal names, which would hide a damaged file.

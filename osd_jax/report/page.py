@@ -183,10 +183,7 @@ def note_data(
 
 
 def redraw(path: str | Path) -> Path:
-  """Writes plots and report of a run again, whether it is finished or not.
-
-  Returns:
-    Path of the report.
+  """Writes plots and report of a run again, finished or not; returns the report's path.
 
   Raises:
     InputError: `path` is not a run directory, or has no metrics.jsonl.
@@ -320,11 +317,7 @@ def write_page(
   note: str = "",
   texts: Mapping[str, str] | None = None,
 ) -> Path:
-  """Writes a page; `texts` are folded away at its end.
-
-  Raises:
-    InputError: a plot is not an SVG file.
-  """
+  """Writes a page; `texts` are folded away at its end."""
   cards = [
     f"<p><b>{_text(fact.figure)}</b>{_text(fact.sentence)}</p>"
     for fact in found.headline

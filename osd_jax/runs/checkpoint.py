@@ -92,11 +92,7 @@ class Checkpointer:
     self.close()
 
   def close(self) -> None:
-    """Waits for the step being written, then stops the thread.
-
-    Raises:
-      InputError: that step cannot be written; older steps are complete.
-    """
+    """Waits as `wait` does, then stops the thread."""
     # Even if the last step failed, the threads must end, or the process would hang.
     try:
       self.wait()
@@ -221,7 +217,12 @@ class Checkpointer:
     self, step: int, latest: int, arrays: Mapping[str, Any], facts: Mapping[str, Any]
   ) -> None:
     # Checksums are of the copy in memory, so they also detect errors of the write.
-    payload = {**facts, "checksums": _checksums(arrays)}
+    # Arrays that are not whole here have none.
+    checksums = {
+      name: _checksum(leaf) if _is_whole(leaf) else None
+      for name, leaf in arrays.items()
+    }
+    payload = {**facts, "checksums": checksums}
     # Orbax refuses empty arrays; `_read_arrays` makes them from their shape.
     stored = {name: leaf for name, leaf in arrays.items() if leaf.size}
     whole = self._args.Composite(
@@ -265,7 +266,8 @@ class Checkpointer:
     unused: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
-        payload = self._read_host(step)
+        args = self._args.Composite(host=self._args.JsonRestore())
+        payload = self._manager.restore(step, args=args).host
         self._check_logs(payload["log_rows"])
         wanted = like(payload["host"]) if callable(like) else like
         self._check_fits(step, payload, wanted)
@@ -326,11 +328,6 @@ class Checkpointer:
         + "; ".join(faults[:5])
         + f"{more}. Start with the config that wrote it, or in a new directory."
       )
-
-  def _read_host(self, step: int) -> dict[str, Any]:
-    return self._manager.restore(
-      step, args=self._args.Composite(host=self._args.JsonRestore())
-    ).host
 
   def _read_arrays(
     self, step: int, checksums: Mapping[str, int | None], like: Any
@@ -435,13 +432,6 @@ def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
   return {
     name: f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
     for name, leaf in arrays.items()
-  }
-
-
-def _checksums(arrays: Mapping[str, Any]) -> dict[str, int | None]:
-  """The checksum of each array; None for arrays that are not whole here."""
-  return {
-    name: _checksum(leaf) if _is_whole(leaf) else None for name, leaf in arrays.items()
   }
 
 

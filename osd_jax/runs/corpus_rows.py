@@ -62,11 +62,7 @@ class CorpusRows:
       self.flush()
 
   def flush(self) -> None:
-    """Writes the rows that are in no file yet.
-
-    Raises:
-      DiskError: the file cannot be written.
-    """
+    """Writes the rows that are in no file yet; DiskError if that fails."""
     if not self._waiting or self._path is None:
       return
     indices = list(self._waiting)

@@ -45,8 +45,7 @@ class JsonLines:
   def append(self, row: Row) -> None:
     """Appends one object of plain values and flushes it to the operating system.
 
-    Raises:
-      DiskError: the row cannot be written, for example because the disk is full.
+    Raises DiskError if that fails, for example because the disk is full.
     """
     # NaN is not JSON: other readers would reject the whole file.
     text = json.dumps(row, allow_nan=False, ensure_ascii=False)
@@ -86,10 +85,8 @@ class MetricsLog(JsonLines):
   def __init__(self, path: str | Path, tensorboard: Path | None = None):
     """Opens `path` for appending; its folder must exist.
 
-    `tensorboard` is the folder of TensorBoard events; None writes none.
-
-    Raises:
-      MissingExtraError: tensorboardX is not installed.
+    `tensorboard` is the folder of TensorBoard events; None writes none. They need the
+    extra [log].
     """
     super().__init__(path)
     self._events = None if tensorboard is None else _Events(tensorboard)
@@ -97,9 +94,7 @@ class MetricsLog(JsonLines):
   def write(self, kind: str, values: Row) -> None:
     """Appends one row. Arrays and numpy or jax scalars become plain numbers.
 
-    Raises:
-      TypeError: a value has no JSON form.
-      DiskError: the row cannot be written, for example because the disk is full.
+    Raises TypeError if a value has no JSON form, and as `append`.
     """
     plain, nonfinite = strict(values)
     listed = {"nonfinite": nonfinite} if nonfinite else {}

@@ -124,8 +124,8 @@ class _Routes:
     self._service, self._model = service, service.config.model_name
     page = importlib.resources.files("osd_jax.serving") / "page.html"
     self._page = page.read_text(encoding="utf-8")
-    self._listed = {"id": self._model, "object": "model", "owned_by": "osd_jax"}
     decoding = service.config.decoding
+    self._longest = decoding.source_lengths[-1] + decoding.target_length
     lengths = decoding.target_length, decoding.record_top_k
     self._schema = schema.make(self._model, *lengths, token=has_token)
 
@@ -178,9 +178,8 @@ class _Routes:
     return JSONResponse(self._schema)
 
   async def models(self, _: Request) -> Response:
-    decoding = self._service.config.decoding
-    longest = decoding.source_lengths[-1] + decoding.target_length
-    listed = {**self._listed, "created": 0, "max_model_len": longest}
+    listed = {"id": self._model, "object": "model", "owned_by": "osd_jax"}
+    listed |= {"created": 0, "max_model_len": self._longest}
     return JSONResponse({"object": "list", "data": [listed]})
 
   async def completions(self, request: Request) -> Response:
@@ -199,9 +198,7 @@ class _Routes:
       tokens = self._service.encode(prompt, False)
     else:
       raise Refusal(400, "prompt: missing; expected a text, or messages.", "prompt")
-    decoding = self._service.config.decoding
-    longest = decoding.source_lengths[-1] + decoding.target_length
-    body = {"count": len(tokens), "max_model_len": longest}
+    body = {"count": len(tokens), "max_model_len": self._longest}
     return JSONResponse({**body, "tokens": tokens.tolist()})
 
   async def detokenize(self, request: Request) -> Response:

@@ -64,11 +64,7 @@ class Journal:
     self.end = max((row["number"] + 1 for row in self.read(0)), default=0)
 
   def append(self, done: Finished, tag: Tag) -> None:
-    """Writes one answer and flushes it to the operating system.
-
-    Raises:
-      DiskError: it cannot be written.
-    """
+    """Writes one answer and flushes it; DiskError if that fails."""
     row = {"number": self.end, **tag, "target": self.target}
     row["prompt"] = done.request.tokens.tolist()
     sampling = vars(done.request.sampling)

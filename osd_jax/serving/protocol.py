@@ -112,11 +112,7 @@ class Ask:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-  """Parses the JSON object of a request's body.
-
-  Raises:
-    Refusal: it is not a JSON object.
-  """
+  """Parses the body of a request; Refusal if it is not a JSON object."""
   try:
     fields = json.loads(body)
     # Lone surrogates have no encoding, and tokenizers fail on them.
@@ -351,8 +347,7 @@ def _is_tokens(value: Any) -> bool:
 def read_messages(messages: Sequence[Any]) -> str:
   """Returns a `chat.Conversation`, or the text of a single message of a user.
 
-  Raises:
-    Refusal: something is not a message of text.
+  Anything else than messages of text is refused.
   """
   read = [_message(index, message) for index, message in enumerate(messages)]
   if read[-1]["role"] == "assistant":
@@ -363,22 +358,14 @@ def read_messages(messages: Sequence[Any]) -> str:
 
 
 def read_tenant(name: str) -> str:
-  """Checks the tenant in a path.
-
-  Raises:
-    Refusal: no request can have this tenant.
-  """
+  """Checks the tenant in a path; Refusal if no request can have it."""
   if not _is_tenant(name):
     raise _wrong("tenant", f"received {_shown(name)}, expected 1 to 64 {_LETTERS}")
   return name
 
 
 def read_tokens(fields: Mapping[str, Any]) -> list[int]:
-  """Reads `tokens` of a request to detokenize.
-
-  Raises:
-    Refusal: they are not token ids.
-  """
+  """Reads `tokens` of a request to detokenize; Refusal if they are not token ids."""
   tokens = fields.get("tokens")
   if tokens is None or not _is_tokens(tokens):
     raise _wrong("tokens", "expected a list of token ids")

@@ -42,7 +42,11 @@ def config_from(config: Mapping[str, Any]) -> ModelConfig:
   Raises:
     InputError: a field is missing or describes an unsupported model.
   """
-  config = _of_text(_without_nulls(config))
+  config = _without_nulls(config)
+  if config.get("model_type") == "gemma3":  # one that also reads images
+    whole = ("eos_token_id", "tie_word_embeddings")
+    own = {field: config[field] for field in whole if field in config}
+    config = {**config.get("text_config", {}), **own, "model_type": "gemma3_text"}
   kinds = {kind: family for family in _FAMILIES.values() for kind in family.MODEL_TYPES}
   kind = config.get("model_type")
   says = "other architectures cannot be converted"
@@ -59,15 +63,6 @@ def _without_nulls(config: Any) -> Any:
     for k, v in config.items()
     if v is not None or k.endswith("_softcapping")
   }
-
-
-def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The fields of the text model, for a Gemma 3 that also reads images."""
-  if config.get("model_type") != "gemma3":
-    return config
-  whole = ("eos_token_id", "tie_word_embeddings")
-  own = {field: config[field] for field in whole if field in config}
-  return {**config.get("text_config", {}), **own, "model_type": "gemma3_text"}
 
 
 def shape_of(folder: str | Path) -> ModelConfig:
@@ -122,7 +117,9 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
   tensors = _text_tensors(_opened(folder))
   expected = weights_lib.expected_shapes(config)
   names = {path: family.tensor_name(path, config) for path in expected}
-  if _is_bare(tensors, family.EMBEDDING):
+  # A file may hold a model without its head, whose names lack a prefix.
+  bare = family.EMBEDDING.removeprefix(_PREFIX)
+  if family.EMBEDDING not in tensors.shapes and bare in tensors.shapes:
     names = {path: name.removeprefix(_PREFIX) for path, name in names.items()}
   aliases = (*family.COPIES, *((family.HEAD,) if config.tied_head else ()))
   names[_EMBEDDING] = _only_embedding(tensors, (names[_EMBEDDING], *aliases))
@@ -172,12 +169,6 @@ def _opened(path: Path) -> Tensors:
     lambda name: path,
     frozenset(name for name, place in places.items() if gguf_files.is_short(place)),
   )
-
-
-def _is_bare(tensors: Tensors, embedding: str) -> bool:
-  """Whether a file holds a model without its head, whose names lack a prefix."""
-  bare = embedding.removeprefix(_PREFIX)
-  return embedding not in tensors.shapes and bare in tensors.shapes
 
 
 def _only_embedding(tensors: Tensors, names: tuple[str, ...]) -> str:

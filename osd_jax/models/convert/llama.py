@@ -118,11 +118,7 @@ _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o
 
 
 def config_from(config: Mapping[str, Any]) -> LlamaConfig:
-  """The shape that a parsed `config.json` describes.
-
-  Raises:
-    InputError: a field is missing or describes an unsupported model.
-  """
+  """The shape that a parsed `config.json` describes."""
   kind = config["model_type"]
   config = {**_DEFAULTS.get(kind, {}), **config}
   is_gemma = kind.startswith("gemma")
@@ -239,11 +235,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_to(config: LlamaConfig) -> dict[str, Any]:
-  """The fields of `config.json` for a shape.
-
-  Raises:
-    InputError: transformers has no such model.
-  """
+  """The fields of `config.json` for a shape."""
   like_file = {name: getattr(LlamaConfig(), name) for name in _NOT_STORED}
   wanted = dataclasses.replace(config, **like_file)
   for kind in MODEL_TYPES:

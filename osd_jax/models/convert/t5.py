@@ -90,9 +90,6 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
   T5 1.0 scales the decoder's output by width ** -0.5 and ties the head; T5 1.1 does
   neither. Transformers 4 distinguishes them by `tie_word_embeddings`. Transformers 5
   sets that to true for every T5 and has `scale_decoder_outputs` instead.
-
-  Raises:
-    InputError: a field is missing or describes a model that is not T5 1.0 or 1.1.
   """
   for field, (expected, default) in _FIXED.items():
     received = config.get(field)
@@ -119,11 +116,7 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
 
 
 def config_to(config: T5Config) -> dict[str, Any]:
-  """The fields of `config.json` for a shape.
-
-  Raises:
-    InputError: transformers has no such feed-forward block.
-  """
+  """The fields of `config.json` for a shape."""
   if config.mlp_activations not in _PROJECTIONS:
     raise base.InputError(
       f"convert: T5Config.mlp_activations: received {config.mlp_activations!r},"

@@ -35,14 +35,12 @@ _LAYER_NAMES = {
 
 
 def config_from(config: Mapping[str, Any]) -> T5GemmaConfig:
-  """The shape that a parsed `config.json` describes.
-
-  Raises:
-    InputError: a field is missing or describes an unsupported model.
-  """
+  """The shape that a parsed `config.json` describes."""
   tied = bool(config.get("tie_word_embeddings", TIED_BY_DEFAULT))
   encoder, decoder = (
-    _stack({"eos_token_id": 1, **config.get(part, {})})
+    llama.config_from(
+      {"eos_token_id": 1, **config.get(part, {}), "model_type": "gemma2"}
+    )
     for part in ("encoder", "decoder")
   )
   depth = encoder.num_layers
@@ -66,16 +64,8 @@ def config_from(config: Mapping[str, Any]) -> T5GemmaConfig:
   )
 
 
-def _stack(config: Mapping[str, Any]) -> LlamaConfig:
-  return llama.config_from({**config, "model_type": "gemma2"})
-
-
 def config_to(config: T5GemmaConfig) -> dict[str, Any]:
-  """The fields of `config.json` for a shape.
-
-  Raises:
-    InputError: transformers has no such model.
-  """
+  """The fields of `config.json` for a shape."""
   fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(LlamaConfig)}
   decoder = llama.config_to(LlamaConfig(**fields))
   check_field(_SAYS, "model_type", decoder["model_type"], ("gemma2",))

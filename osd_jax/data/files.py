@@ -211,7 +211,7 @@ def _csv_rows(file: Iterable[bytes]) -> Rows:
 
 def _parquet(path: Path, setting: str) -> Rows:
   with base.extra("parquet", f"{setting}: {path}"):
-    from pyarrow import parquet
+    import pyarrow.parquet as parquet
 
   try:
     yield from _records(parquet.ParquetFile(path).iter_batches())
@@ -238,7 +238,7 @@ def _saved_dataset(folder: Path, setting: str) -> Rows:
       " of the library datasets wrote."
     ) from error
   with base.extra("parquet", f"{setting}: {folder}"):
-    from pyarrow import ipc
+    import pyarrow.ipc as ipc
 
   parts = (ipc.open_stream(folder / name) for name in names)
   yield from _records(itertools.chain.from_iterable(parts))

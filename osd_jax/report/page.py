@@ -130,13 +130,9 @@ def conclude(
   found = tables.summary(rows)
   for title, table in {**found.tables, **found.details}.items():
     tables.print_table(table, console, title)
-  facts = [f"{fact.figure}: {fact.sentence}" for fact in found.headline]
-  for sentence in (*facts, *found.notes, *found.details_notes, verdict):
-    if sentence:
-      console.print(sentence, highlight=False, markup=False)
   report, note = _write(directory, rows, verdict)
-  if note:
-    console.print(note, highlight=False, markup=False)
+  facts = [f"{fact.figure}: {fact.sentence}" for fact in found.headline]
+  _say(console, *facts, *found.notes, *found.details_notes, verdict, note)
   console.print(f"report: {report}", highlight=False, soft_wrap=True)
   return report
 
@@ -241,9 +237,13 @@ def compare(
   if console is not None:
     tables.print_table(found.tables["Runs"], console)
     facts = [fact.sentence for fact in found.headline]
-    for sentence in (*facts, *found.notes, *found.details_notes, note):
-      console.print(sentence, highlight=False, markup=False)
+    _say(console, *facts, *found.notes, *found.details_notes, note)
   return written
+
+
+def _say(console: rich.console.Console, *sentences: str) -> None:
+  for sentence in filter(None, sentences):
+    console.print(sentence, highlight=False, markup=False)
 
 
 def _rows(directory: runs.RunDirectory) -> list[dict[str, Any]]:
@@ -405,17 +405,15 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
   columns = list(dict.fromkeys(name for row in rows for name in row))
   if not columns:
     return '<p class="faint">No rows.</p>'
-  numeric = {name: _is_numeric([row.get(name) for row in rows]) for name in columns}
-  head = "".join(_heading(name, numeric[name]) for name in columns)
-  lines = [f"<tr>{head}</tr>"]
-  decimals = {name: _decimals([row.get(name) for row in rows]) for name in columns}
-  for row in rows:
-    cells = (
-      _cell(name, _format(row.get(name), decimals[name]), numeric[name])
-      for name in columns
-    )
-    lines.append(f"<tr>{''.join(cells)}</tr>")
-  return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+  lines: list[list[str]] = [[] for _ in range(len(rows) + 1)]
+  for name in columns:
+    values = [row.get(name) for row in rows]
+    numeric, decimals = _is_numeric(values), _decimals(values)
+    cells = (_cell(name, _format(value, decimals), numeric) for value in values)
+    for line, cell in zip(lines, [_heading(name, numeric), *cells]):
+      line.append(cell)
+  body = "\n".join(f"<tr>{''.join(line)}</tr>" for line in lines)
+  return f'<div class="wide"><table>\n{body}\n</table></div>'
 
 
 def _heading(name: str, numeric: bool) -> str:

@@ -49,6 +49,11 @@ def target_buckets(records: base.Records) -> Buckets:
   return jnp.maximum(buckets, TARGET_FLOOR)
 
 
+def _draft_buckets(records: base.Records, logits: Float[Array, "*rows V"]) -> Buckets:
+  """The draft's log-masses in the buckets, tail last, up to a constant per row."""
+  return _kept_and_tail(logits.astype(jnp.float32), records.ids.astype(jnp.int32))
+
+
 def _normalized(buckets: Buckets) -> Buckets:
   """Returns log-masses that sum to 1, none below `DRAFT_FLOOR`."""
   total = jax.nn.logsumexp(buckets, axis=-1, keepdims=True)
@@ -199,11 +204,7 @@ def distillation_loss(
     log_probs=jnp.where(keep, batch.records.log_probs, 0.0),
     tail=jnp.where(chosen, batch.records.tail, 0.0),
   )
-  # The draft's log-masses in the buckets of the records, up to a constant per row.
-  draft = _kept_and_tail(
-    draft_logits.astype(jnp.float32), records.ids.astype(jnp.int32)
-  )
-  draft = _normalized(jnp.where(keep, draft, 0.0))
+  draft = _normalized(jnp.where(keep, _draft_buckets(records, draft_logits), 0.0))
   values = divergence(config)(target_buckets(records), draft)
   weights = jnp.where(chosen, batch.weight[:, None], 0.0)
   total = jnp.sum(weights)

@@ -238,7 +238,12 @@ def _answer(kind: str) -> Schema:
     message = {"role": {"const": "assistant"}, "content": TEXT}
     content = {"message": _object(message | {"refusal": {"type": "null"}})}
   ends = {"logprobs": _or_null({"type": "object"})}
-  choice = {"index": COUNT, **content, **ends, "finish_reason": _ends()}
+  choice = {
+    "index": COUNT,
+    **content,
+    **ends,
+    "finish_reason": {"enum": ["stop", "length"]},
+  }
   counts = ("prompt_tokens", "completion_tokens", "total_tokens")
   return _object(
     {
@@ -251,10 +256,6 @@ def _answer(kind: str) -> Schema:
       "metrics": _object({"speculative_decoding": _or_null(_speculation())}),
     }
   )
-
-
-def _ends() -> Schema:
-  return {"enum": ["stop", "length"]}
 
 
 def _speculation() -> Schema:

@@ -238,12 +238,7 @@ def _answer(kind: str) -> Schema:
     message = {"role": {"const": "assistant"}, "content": TEXT}
     content = {"message": _object(message | {"refusal": {"type": "null"}})}
   ends = {"logprobs": _or_null({"type": "object"})}
-  choice = {
-    "index": COUNT,
-    **content,
-    **ends,
-    "finish_reason": {"enum": ["stop", "length"]},
-  }
+  choice = {"index": COUNT, **content, **ends, "finish_reason": _ends()}
   counts = ("prompt_tokens", "completion_tokens", "total_tokens")
   return _object(
     {
@@ -256,6 +251,10 @@ def _answer(kind: str) -> Schema:
       "metrics": _object({"speculative_decoding": _or_null(_speculation())}),
     }
   )
+
+
+def _ends() -> Schema:
+  return {"enum": ["stop", "length"]}
 
 
 def _speculation() -> Schema:

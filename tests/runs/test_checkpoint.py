@@ -454,13 +454,13 @@ def test_memory_of_a_written_step_is_returned(tmp_path, monkeypatch):
 
 
 def test_steps_are_written_on_a_low_priority_thread(tmp_path, monkeypatch):
-  niceness, checksums = [], checkpoint._checksums
+  niceness, checksum = [], checkpoint._checksum
 
-  def noting(arrays):
+  def noting(array):
     niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-    return checksums(arrays)
+    return checksum(array)
 
-  monkeypatch.setattr(checkpoint, "_checksums", noting)
+  monkeypatch.setattr(checkpoint, "_checksum", noting)
   own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
   with runs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"x": jnp.zeros(1)}, {})

@@ -69,25 +69,16 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-  """The verdict over some outputs; `a + b` is the verdict over both sets.
+  """The verdict over some outputs; `a + b` is the verdict over both sets."""
 
-  Attributes:
-    check: "token equality" or "near-tie audit".
-    outputs: number of outputs checked.
-    equal: outputs that are token for token as expected.
-    tokens: number of tokens checked.
-    near_ties: differences that pass.
-    failures: differences that do not pass, at most one per output.
-    broken: outputs that ended because the target's logits were not finite.
-  """
-
-  check: str = "token equality"
-  outputs: int = 0
-  equal: int = 0
-  tokens: int = 0
-  near_ties: int = 0
+  check: str = "token equality"  # "token equality" or "near-tie audit"
+  outputs: int = 0  # number of outputs checked
+  equal: int = 0  # outputs that are token for token as expected
+  tokens: int = 0  # number of tokens checked
+  near_ties: int = 0  # differences that pass
+  # Differences that do not pass, at most one per output.
   failures: tuple[Difference, ...] = ()
-  broken: int = 0
+  broken: int = 0  # outputs that ended because the target's logits were not finite
 
   @property
   def passed(self) -> bool:

@@ -27,18 +27,13 @@ SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 
 
 class TextSource(NamedTuple):
-  """Which model generates the texts.
+  """Which model generates the texts."""
 
-  Attributes:
-    sample_source: "teacher": the target; "student": the draft; "mix_request": one of
-      the two, drawn for each prompt; "mix_token": one of the two, drawn for each token.
-    mix_share: probability of the draft in a mix.
-    seed: seed of the draws of a mix.
-  """
-
+  # "teacher": the target; "student": the draft; "mix_request": one of the two, drawn
+  # for each prompt; "mix_token": one of the two, drawn for each token.
   sample_source: str = "teacher"
-  mix_share: float = 0.5
-  seed: int = 0
+  mix_share: float = 0.5  # probability of the draft in a mix
+  seed: int = 0  # seed of the draws of a mix
 
 
 def generate(

@@ -111,22 +111,15 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """Where a tensor is in a file.
+  """Where a tensor is in a file."""
 
-  Attributes:
-    kind: name of its type, such as "Q4_K".
-    shape: its shape.
-    start: first byte.
-    size: number of bytes.
-    heads: number of heads whose rows are interleaved, see `_in_halves`; 0 if none.
-    offset: is subtracted from the stored values; 1 for the norms of a Gemma.
-  """
-
-  kind: str
+  kind: str  # name of its type, such as "Q4_K"
   shape: tuple[int, ...]
-  start: int
-  size: int
+  start: int  # first byte
+  size: int  # number of bytes
+  # Number of heads whose rows are interleaved, see `_in_halves`; 0 if none.
   heads: int = 0
+  # Subtracted from the stored values; 1 for the norms of a Gemma.
   offset: float = 0.0
 
 

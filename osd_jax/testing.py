@@ -50,16 +50,11 @@ TINY_LLAMA_DRAFT = dataclasses.replace(
 
 @flax.struct.dataclass
 class TabularCache:
-  """Tokens that were fed to a tabular model.
+  """Tokens that were fed to a tabular model."""
 
-  Attributes:
-    tokens: [B, T] int32.
-    length: [B] int32.
-    shift: [B] int32, what the prompt adds to the context; None if it is ignored.
-  """
-
-  tokens: jax.Array
-  length: jax.Array
+  tokens: jax.Array  # [B, T] int32
+  length: jax.Array  # [B] int32
+  # [B] int32, what the prompt adds to the context; None if it is ignored.
   shift: jax.Array | None = None
 
 

@@ -53,17 +53,11 @@ class BatchConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncodedExample:
-  """One example of a corpus as token ids.
+  """One example of a corpus as token ids."""
 
-  Attributes:
-    tokens: [n] int32, the prompt as the models read it.
-    task_id: index of its task in the config.
-    reference: [m] int32, with end-of-sequence unless it was cut; empty if there is
-      none.
-  """
-
-  tokens: np.ndarray
-  task_id: int
+  tokens: np.ndarray  # [n] int32, the prompt as the models read it
+  task_id: int  # index of its task in the config
+  # [m] int32, with end-of-sequence unless it was cut; empty if there is none.
   reference: np.ndarray
 
 

@@ -19,13 +19,9 @@ FILE, _FIELD = "chat_template.jinja", "chat_template"
 
 
 class Conversation(str):
-  """A prompt of several messages; as a text, one line per message.
+  """A prompt of several messages; as a text, one line per message."""
 
-  Attributes:
-    messages: mappings with "role" and "content".
-  """
-
-  messages: tuple[dict[str, str], ...]
+  messages: tuple[dict[str, str], ...]  # mappings with "role" and "content"
 
   def __new__(cls, messages: Sequence[Mapping[str, str]]) -> "Conversation":
     lines = (f"{message['role']}: {message['content']}" for message in messages)

@@ -104,19 +104,12 @@ class TaskConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-  """One usable example as text.
+  """One usable example as text."""
 
-  Attributes:
-    location: "file:line", or "name of the data set:number".
-    example_id: the example's own field `id`, or its location without the folder.
-    prompt: the text that the target answers.
-    reference: the data set's own answer; "" if it has none.
-  """
-
-  location: str
-  example_id: str
-  prompt: str
-  reference: str = ""
+  location: str  # "file:line", or "name of the data set:number"
+  example_id: str  # the example's own field `id`, or its location without the folder
+  prompt: str  # the text that the target answers
+  reference: str = ""  # the data set's own answer; "" if it has none
 
 
 def topic_task(topic: str, split: str = "train", rows: int | None = None) -> TaskConfig:

@@ -27,19 +27,12 @@ class Processor(Protocol):
 
 
 class Tokenizer(NamedTuple):
-  """What a tokenizer's files state.
+  """What a tokenizer's files state."""
 
-  Attributes:
-    processor: encodes and decodes.
-    prefix: ids that it puts before every text.
-    eos_id: its end-of-sequence token, if it has one.
-    pad_id: its padding token, if it has one.
-  """
-
-  processor: Processor
-  prefix: tuple[int, ...] = ()
-  eos_id: int | None = None
-  pad_id: int | None = None
+  processor: Processor  # encodes and decodes
+  prefix: tuple[int, ...] = ()  # ids that it puts before every text
+  eos_id: int | None = None  # its end-of-sequence token, if it has one
+  pad_id: int | None = None  # its padding token, if it has one
 
 
 class _TokenizersProcessor:

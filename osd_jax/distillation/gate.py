@@ -74,34 +74,22 @@ class GateConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-  """A draft on trial against another one.
+  """A draft on trial against another one."""
 
-  Attributes:
-    stake: share of the error rate that this trial may use, and its first capital.
-    capital: present capital of each bet.
-    answers: number of answers that were scored.
-    gain: sum of the differences of overlap, draft on trial minus the other.
-  """
-
-  stake: float
-  capital: tuple[float, ...]
-  answers: int = 0
-  gain: float = 0.0
+  stake: float  # share of the error rate that this trial may use, and its first capital
+  capital: tuple[float, ...]  # present capital of each bet
+  answers: int = 0  # number of answers that were scored
+  gain: float = 0.0  # sum of the differences of overlap, draft on trial minus the other
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-  """Trials with the same question, one after another.
+  """Trials with the same question, one after another."""
 
-  Attributes:
-    begun: number of trials begun.
-    passed_on: stake of the last trial, if it was won and the next has not begun.
-    trial: the trial in progress, if there is one.
-  """
-
-  begun: int = 0
+  begun: int = 0  # number of trials begun
+  # Stake of the last trial, if it was won and the next has not begun.
   passed_on: float = 0.0
-  trial: Trial | None = None
+  trial: Trial | None = None  # the trial in progress, if there is one
 
   def begin(self) -> "Series":
     """Begins the next trial; one in progress is lost."""
@@ -192,19 +180,12 @@ class GateState:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-  """What the gate decided.
+  """What the gate decided."""
 
-  Attributes:
-    name: "promoted", "confirmed", "taken_back" or "floor_returned".
-    version: version of the draft that was shown to be better.
-    answers: number of answers that show it.
-    gain: mean difference of overlap on them.
-  """
-
-  name: str
-  version: int
-  answers: int
-  gain: float
+  name: str  # "promoted", "confirmed", "taken_back" or "floor_returned"
+  version: int  # version of the draft that was shown to be better
+  answers: int  # number of answers that show it
+  gain: float  # mean difference of overlap on them
 
   def sentence(self) -> str:
     """Returns the decision in words."""

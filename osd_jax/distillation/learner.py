@@ -71,26 +71,16 @@ class LearningConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """A finished update.
+  """A finished update."""
 
-  Attributes:
-    learner: state after the update.
-    launched: number of finished requests when the update was launched.
-    losses: loss of each slice before its step.
-    grad_norms: gradient norm of each slice.
-    skipped: number of slices skipped because they were not finite.
-    update_ms: time the update ran.
-    wait_ms: time serving waited for it, between slices and at the end.
-    changed: whether there is a new version; False if every slice was skipped.
-  """
-
-  learner: update_lib.LearnerState
-  launched: int
-  losses: list[float]
-  grad_norms: list[float]
-  skipped: int
-  update_ms: float
-  wait_ms: float
+  learner: update_lib.LearnerState  # state after the update
+  launched: int  # number of finished requests when the update was launched
+  losses: list[float]  # loss of each slice before its step
+  grad_norms: list[float]  # gradient norm of each slice
+  skipped: int  # number of slices skipped because they were not finite
+  update_ms: float  # time the update ran
+  wait_ms: float  # time serving waited for it, between slices and at the end
+  # Whether there is a new version; False if every slice was skipped.
   changed: bool = True
 
   @property

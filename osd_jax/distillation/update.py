@@ -53,23 +53,14 @@ class UpdateConfig(base.Config):
 
 @flax.struct.dataclass
 class LearnerState:
-  """The state that training carries from slice to slice.
+  """The state that training carries from slice to slice."""
 
-  Attributes:
-    params: the newest finite parameters of the draft.
-    opt_state: optax state.
-    version: [] int32; number of updates that changed the parameters.
-    step: [] int32; number of slices taken.
-    skipped: [] int32; number of slices skipped because they were not finite.
-    ema: moving average of `params`; None if `ema_decay` is 0.
-  """
-
-  params: base.Params
+  params: base.Params  # the newest finite parameters of the draft
   opt_state: optax.OptState
-  version: jax.Array
-  step: jax.Array
-  skipped: jax.Array
-  ema: base.Params | None = None
+  version: jax.Array  # [] int32; number of updates that changed the parameters
+  step: jax.Array  # [] int32; number of slices taken
+  skipped: jax.Array  # [] int32; number of slices skipped because they were not finite
+  ema: base.Params | None = None  # moving average of `params`; None if `ema_decay` is 0
 
   @property
   def served(self) -> base.Params:
@@ -79,17 +70,11 @@ class LearnerState:
 
 @flax.struct.dataclass
 class UpdateMetrics:
-  """Metrics of one slice (scalars), or of all slices of an update ([slices]).
+  """Metrics of one slice (scalars), or of all slices of an update ([slices])."""
 
-  Attributes:
-    loss: float32, before the step.
-    grad_norm: float32, global norm before clipping.
-    finite: bool; False if the step was skipped.
-  """
-
-  loss: jax.Array
-  grad_norm: jax.Array
-  finite: jax.Array
+  loss: jax.Array  # float32, before the step
+  grad_norm: jax.Array  # float32, global norm before clipping
+  finite: jax.Array  # bool; False if the step was skipped
 
 
 def init_learner(config: UpdateConfig, params: base.Params) -> LearnerState:

@@ -13,24 +13,16 @@ from osd_jax.main import settings
 
 
 class Command(NamedTuple):
-  """A command with gin settings.
+  """A command with gin settings."""
 
-  Attributes:
-    config: name of its config class.
-    module: module of that class and of the command's function, as text: it is
-      imported when the command runs.
-    summary: one line.
-    example: lines of shell.
-    continues: whether the same command continues an interrupted run.
-    function: name of the function that runs the command.
-  """
-
-  config: str
+  config: str  # name of its config class
+  # Module of that class and of the command's function, as text: it is imported when the
+  # command runs.
   module: str
-  summary: str
-  example: str
-  continues: bool = False
-  function: str = "run"
+  summary: str  # one line
+  example: str  # lines of shell
+  continues: bool = False  # whether the same command continues an interrupted run
+  function: str = "run"  # name of the function that runs the command
 
 
 COMMANDS = {

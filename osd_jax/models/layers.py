@@ -161,23 +161,14 @@ def precision_of(dtype: jnp.dtype) -> jax.lax.Precision:
 
 
 class Projection(nn.Module):
-  """A linear map.
+  """A linear map."""
 
-  Attributes:
-    shape: (in, out).
-    axes: logical names of both axes.
-    dtype: type of the product.
-    layout: how the kernel is stored.
-    init_scale: standard deviation of the initial kernel, times sqrt(in).
-    bias: whether to add a bias.
-  """
-
-  shape: tuple[int, int]
-  axes: tuple[str, str]
-  dtype: jnp.dtype
-  layout: base.Layout = base.Layout.TRAINED
-  init_scale: float = 1.0
-  bias: bool = False
+  shape: tuple[int, int]  # (in, out)
+  axes: tuple[str, str]  # logical names of both axes
+  dtype: jnp.dtype  # type of the product
+  layout: base.Layout = base.Layout.TRAINED  # how the kernel is stored
+  init_scale: float = 1.0  # standard deviation of the initial kernel, times sqrt(in)
+  bias: bool = False  # whether to add a bias
 
   @nn.compact
   def __call__(self, x: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
@@ -250,18 +241,12 @@ def normalized(x: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nn.Module):
-  """RMS norm with a learned scale, computed in float32 or more.
+  """RMS norm with a learned scale, computed in float32 or more."""
 
-  Attributes:
-    dtype: type of the result.
-    epsilon: added to the mean square; the default is T5's.
-    axis: logical name of the normalised axis.
-    unit_offset: the factor is 1 + scale, and is applied before rounding (Gemma).
-  """
-
-  dtype: jnp.dtype
-  epsilon: float = 1e-6
-  axis: str = "embed"
+  dtype: jnp.dtype  # type of the result
+  epsilon: float = 1e-6  # added to the mean square; the default is T5's
+  axis: str = "embed"  # logical name of the normalised axis
+  # The factor is 1 + scale, and is applied before rounding (Gemma).
   unit_offset: bool = False
 
   @nn.compact

@@ -76,17 +76,11 @@ def _stretched(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 class Memory(NamedTuple):
-  """Keys and values that queries attend to.
+  """Keys and values that queries attend to."""
 
-  Attributes:
-    keys: [B, KV heads, T, D].
-    values: like keys.
-    bias: [B or 1, 1, n or 1, T] float32, very negative where masked.
-  """
-
-  keys: jax.Array
-  values: jax.Array
-  bias: jax.Array
+  keys: jax.Array  # [B, KV heads, T, D]
+  values: jax.Array  # like keys
+  bias: jax.Array  # [B or 1, 1, n or 1, T] float32, very negative where masked
 
 
 def norm(config: LlamaConfig, axis: str = "embed") -> layers.RMSNorm:
@@ -97,16 +91,11 @@ def norm(config: LlamaConfig, axis: str = "embed") -> layers.RMSNorm:
 
 
 class Attention(nn.Module):
-  """Grouped-query attention with rotary positions, or without for a `by` of None.
-
-  Attributes:
-    config: shape of the model.
-    layout: layout of the kernels.
-    memory_layout: layout of the key and value kernels, if it is another.
-  """
+  """Grouped-query attention with rotary positions, or without for a `by` of None."""
 
   config: LlamaConfig
-  layout: base.Layout
+  layout: base.Layout  # layout of the kernels
+  # Layout of the key and value kernels, if it is another.
   memory_layout: base.Layout | None = None
 
   def setup(self):

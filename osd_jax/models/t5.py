@@ -16,15 +16,10 @@ from osd_jax.models.shapes import T5Config
 
 
 class RelativePositionBias(nn.Module):
-  """T5's bucketed relative position bias, shared by all layers of a stack.
-
-  Attributes:
-    config: shape of the model.
-    bidirectional: True in the encoder, where keys may follow the query.
-  """
+  """T5's bucketed relative position bias, shared by all layers of a stack."""
 
   config: T5Config
-  bidirectional: bool
+  bidirectional: bool  # True in the encoder, where keys may follow the query
 
   @nn.compact
   def __call__(self, query: jax.Array, key: jax.Array) -> jax.Array:
@@ -81,19 +76,13 @@ def relative_position_bucket(
 
 
 class Attention(nn.Module):
-  """Multi-head attention with unscaled logits; T5 folds the scale into the init.
-
-  Attributes:
-    config: shape of the model.
-    layout: layout of the query and output kernels.
-    memory_layout: layout of the key and value kernels.
-    memory_width: input width of the key and value kernels; 0 means E.
-  """
+  """Multi-head attention with unscaled logits; T5 folds the scale into the init."""
 
   config: T5Config
-  layout: base.Layout = base.Layout.TRAINED
+  layout: base.Layout = base.Layout.TRAINED  # layout of the query and output kernels
+  # Layout of the key and value kernels.
   memory_layout: base.Layout = base.Layout.TRAINED
-  memory_width: int = 0
+  memory_width: int = 0  # input width of the key and value kernels; 0 means E
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
@@ -179,18 +168,13 @@ class Encoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-  """Pre-norm self-attention, cross-attention and feed-forward block.
-
-  Attributes:
-    config: shape of the model.
-    layout: layout of the kernels that a decoding step reads. The key and value kernels
-      of the cross-attention are read by prefill only and always stay as trained.
-    memory_width: width of the encoded source; 0 means the width of the layer.
-  """
+  """Pre-norm self-attention, cross-attention and feed-forward block."""
 
   config: T5Config
+  # Layout of the kernels that a decoding step reads. The key and value kernels of the
+  # cross-attention are read by prefill only and always stay as trained.
   layout: base.Layout
-  memory_width: int = 0
+  memory_width: int = 0  # width of the encoded source; 0 means the width of the layer
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
@@ -242,19 +226,12 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-  """The decoder stack, with the output head of untied models.
-
-  Attributes:
-    config: shape of the model.
-    layout: layout of the kernels that a decoding step reads.
-    own_head: whether the stack has an output head.
-    memory_width: width of the encoded source; 0 means the width of the stack.
-  """
+  """The decoder stack, with the output head of untied models."""
 
   config: T5Config
-  layout: base.Layout
-  own_head: bool
-  memory_width: int = 0
+  layout: base.Layout  # layout of the kernels that a decoding step reads
+  own_head: bool  # whether the stack has an output head
+  memory_width: int = 0  # width of the encoded source; 0 means the width of the stack
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)

@@ -60,19 +60,13 @@ _LATER_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """The content of a weights file.
-
-  Attributes:
-    config: shape of the model.
-    params: parameters in float32, with t5x's names; or as they are stored in a file.
-    vocabulary: fingerprint of the vocabulary, "" if unknown.
-    notes: how the weights were made.
-  """
+  """The content of a weights file."""
 
   config: ModelConfig
+  # Parameters in float32, with t5x's names; or as they are stored in a file.
   params: base.Params
-  vocabulary: str = ""
-  notes: str = ""
+  vocabulary: str = ""  # fingerprint of the vocabulary, "" if unknown
+  notes: str = ""  # how the weights were made
 
   @property
   def model(self) -> base.Model:
@@ -82,38 +76,24 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class AttachedWeights:
-  """The content of the weights file of an attached draft.
+  """The content of the weights file of an attached draft."""
 
-  Attributes:
-    config: shape of the draft.
-    params: the draft's own parameters in float32.
-    target: `Identity.fingerprint` of its target.
-    target_name: name of that target, for error messages.
-    notes: how the weights were made.
-    target_sizes: `Identity.sizes` of that target, "" in files of earlier versions.
-  """
-
-  config: AttachedConfig
-  params: base.Params
-  target: str
-  target_name: str = ""
-  notes: str = ""
+  config: AttachedConfig  # shape of the draft
+  params: base.Params  # the draft's own parameters in float32
+  target: str  # `Identity.fingerprint` of its target
+  target_name: str = ""  # name of that target, for error messages
+  notes: str = ""  # how the weights were made
+  # `Identity.sizes` of that target, "" in files of earlier versions.
   target_sizes: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-  """Identifies a target.
+  """Identifies a target."""
 
-  Attributes:
-    config: shape of the target.
-    fingerprint: hash of the parameters that an attached draft takes.
-    name: name for error messages.
-  """
-
-  config: ModelConfig
-  fingerprint: str
-  name: str
+  config: ModelConfig  # shape of the target
+  fingerprint: str  # hash of the parameters that an attached draft takes
+  name: str  # name for error messages
 
   @property
   def sizes(self) -> str:

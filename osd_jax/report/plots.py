@@ -57,15 +57,10 @@ _WARM = 5
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-  """A plot of a page.
+  """A plot of a page."""
 
-  Attributes:
-    path: the SVG file.
-    caption: what it shows, for readers of the page.
-  """
-
-  path: Path
-  caption: str = ""
+  path: Path  # the SVG file
+  caption: str = ""  # what it shows, for readers of the page
 
 
 def draw_plots(rows: Iterable[Row], directory: str | Path) -> tuple[list[Plot], str]:
@@ -192,23 +187,14 @@ def grouped_bars(axes: Any, groups: Sequence[str], values: Mapping[str, Any]) ->
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Line:
-  """One series over requests.
+  """One series over requests."""
 
-  Attributes:
-    name: text of the legend.
-    requests: its request rows, in the order of the stream.
-    values: [n], one for each request.
-    color: colour of line and dots.
-    style: line style.
-    dots: whether single requests are drawn too.
-  """
-
-  name: str
-  requests: Sequence[Row]
-  values: np.ndarray
-  color: str
-  style: str = "-"
-  dots: bool = True
+  name: str  # text of the legend
+  requests: Sequence[Row]  # its request rows, in the order of the stream
+  values: np.ndarray  # [n], one for each request
+  color: str  # colour of line and dots
+  style: str = "-"  # line style
+  dots: bool = True  # whether single requests are drawn too
 
 
 def overlap(rows: Sequence[Row]) -> Any:

@@ -34,23 +34,16 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-  """What a report says about a run.
+  """What a report says about a run."""
 
-  Attributes:
-    title: title of the page.
-    headline: the results, at most four.
-    notes: further sentences for every reader.
-    tables: heading -> rows with equal keys.
-    details: the same, folded away on the page.
-    details_notes: sentences about the details.
-  """
-
-  title: str
-  headline: Sequence[Fact] = ()
-  notes: Sequence[str] = ()
+  title: str  # title of the page
+  headline: Sequence[Fact] = ()  # the results, at most four
+  notes: Sequence[str] = ()  # further sentences for every reader
+  # Heading -> rows with equal keys.
   tables: Mapping[str, Table] = dataclasses.field(default_factory=dict)
+  # The same, folded away on the page.
   details: Mapping[str, Table] = dataclasses.field(default_factory=dict)
-  details_notes: Sequence[str] = ()
+  details_notes: Sequence[str] = ()  # sentences about the details
 
 
 def summary(rows: Sequence[Row]) -> Summary:

@@ -86,29 +86,19 @@ def _wrong(where: str, said: str, code: str | None = None) -> Refusal:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-  """A checked request.
+  """A checked request."""
 
-  Attributes:
-    is_chat: whether it came as messages.
-    inputs: a text, a conversation or token ids for each prompt.
-    prompt: settings of all prompts; its text is not used.
-    n: answers per prompt; answer i of all draws with seed + i.
-    stream: send pieces of text as they are accepted.
-    include_usage: a stream ends with a chunk that holds the usage.
-    echo: answers begin with their prompt.
-    top_logprobs: number of alternatives per token; None for no log-probabilities.
-    tenant: whose request it is; "" for none.
-  """
-
-  is_chat: bool
+  is_chat: bool  # whether it came as messages
+  # A text, a conversation or token ids for each prompt.
   inputs: tuple[str | tuple[int, ...], ...]
-  prompt: Prompt
-  n: int = 1
-  stream: bool = False
-  include_usage: bool = False
-  echo: bool = False
+  prompt: Prompt  # settings of all prompts; its text is not used
+  n: int = 1  # answers per prompt; answer i of all draws with seed + i
+  stream: bool = False  # send pieces of text as they are accepted
+  include_usage: bool = False  # a stream ends with a chunk that holds the usage
+  echo: bool = False  # answers begin with their prompt
+  # Number of alternatives per token; None for no log-probabilities.
   top_logprobs: int | None = None
-  tenant: str = ""
+  tenant: str = ""  # whose request it is; "" for none
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -414,23 +404,14 @@ def _shown(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """One finished answer.
+  """One finished answer."""
 
-  Attributes:
-    index: its number in the request.
-    text: the answer.
-    finish_reason: "stop" or "length".
-    prompt_tokens: tokens of its prompt.
-    done: the engine's result.
-    logprobs: the object that the API returns, or None.
-  """
-
-  index: int
+  index: int  # its number in the request
   text: str
-  finish_reason: str
-  prompt_tokens: int
-  done: Finished
-  logprobs: dict[str, Any] | None = None
+  finish_reason: str  # "stop" or "length"
+  prompt_tokens: int  # tokens of its prompt
+  done: Finished  # the engine's result
+  logprobs: dict[str, Any] | None = None  # the object that the API returns, or None
 
 
 class Reply:

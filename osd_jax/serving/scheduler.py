@@ -41,19 +41,12 @@ class EngineFailedError(Exception):
 
 
 class Event(NamedTuple):
-  """News of a job.
-
-  Attributes:
-    job: the job.
-    piece: text that is certain and was not sent before.
-    done: the result, if it has finished.
-    error: why there will be no result.
-  """
+  """News of a job."""
 
   job: "Job"
-  piece: str = ""
-  done: Finished | None = None
-  error: Exception | None = None
+  piece: str = ""  # text that is certain and was not sent before
+  done: Finished | None = None  # the result, if it has finished
+  error: Exception | None = None  # why there will be no result
 
 
 class Job:
@@ -185,19 +178,12 @@ def _post(news: Sequence[tuple[Call, Event]]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-  """What the scheduler holds at one moment.
+  """What the scheduler holds at one moment."""
 
-  Attributes:
-    running: jobs in rows.
-    waiting: jobs in the queue.
-    draining: no request is taken any more.
-    failure: the error that ended the serving thread, or None.
-  """
-
-  running: int
-  waiting: int
-  draining: bool
-  failure: BaseException | None
+  running: int  # jobs in rows
+  waiting: int  # jobs in the queue
+  draining: bool  # no request is taken any more
+  failure: BaseException | None  # the error that ended the serving thread, or None
 
 
 class Scheduler:

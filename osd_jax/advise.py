@@ -273,7 +273,6 @@ def _courses(
   drafted: int,
   shown: Any,
 ) -> dict[str, replay.Course]:
-  """Replays every system."""
   nothing = [np.zeros((1, int(row.mask.sum())), bool) for row in answers]
   task = shown.add_task("replay", total=len(answers), figures="")
   learned = replay.learned(

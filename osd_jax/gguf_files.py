@@ -295,7 +295,6 @@ def _check_kinds(path: Path, tensors: list[Any]) -> None:
 def _config(
   metadata: _Metadata, architecture: str, tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The fields of config.json."""
   path, ends = metadata.path, metadata.required("tokenizer.ggml.eos_token_id")
   fields = {
     name: metadata.required(f"{architecture}.{key}") for name, key in _FIELDS.items()
@@ -389,7 +388,6 @@ def _places(
 
 
 def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
-  """The files of the tokenizer, by name."""
   get = lambda name, default=None: metadata.get(f"tokenizer.ggml.{name}", default)
   tokens, kinds = metadata.required("tokenizer.ggml.tokens"), get("token_type")
   kinds = kinds or [_NORMAL] * len(tokens)

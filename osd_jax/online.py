@@ -238,7 +238,7 @@ class OnlineLoop:
       self._answered += 1
     self._rows += self._calls.ready()
     if answers is None or self._checkpointer.due(self._answered):
-      self._finish_processing()
+      self._rows += self._calls.wait()
     # Without a new answer the state is that of the last checkpoint.
     if self._rows and self._checkpointer.due(self.finished):
       self.checkpoint()
@@ -283,10 +283,6 @@ class OnlineLoop:
     row["metering_beside_ms" if beside else "gate_ms"] += spent
     return rivals
 
-  def _finish_processing(self) -> None:
-    """Waits until all answers are processed."""
-    self._rows += self._calls.wait()
-
   def _processes_in_background(self) -> bool:
     """Whether answers are processed on another thread while serving goes on.
 
@@ -299,7 +295,7 @@ class OnlineLoop:
 
   def checkpoint(self) -> None:
     """Saves the current step if it has not been saved yet."""
-    self._finish_processing()
+    self._rows += self._calls.wait()
     # The rows in flight must be saved with the draft that decodes them from here on.
     self.server.swap_pending()
     arrays, server = self.server.state()
@@ -313,13 +309,13 @@ class OnlineLoop:
 
   def wait(self) -> None:
     """Waits for all background work: processing, updates and the last checkpoint."""
-    self._finish_processing()
+    self._rows += self._calls.wait()
     self.server.wait()
     self._checkpointer.wait()
 
   def close(self, wall_seconds: float) -> None:
     """Takes the last update; writes the summary and the adapted draft."""
-    self._finish_processing()
+    self._rows += self._calls.wait()
     self._calls.close()
     # The checkpoints are completed first, so that a failed write is reported before
     # the results exist.

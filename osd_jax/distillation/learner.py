@@ -274,7 +274,6 @@ class UpdateRunner:
     self._thread.shutdown()
 
   def _requests_left(self, finished: int) -> int:
-    """Returns the number of requests until the update is due."""
     assert self._update is not None
     return self._update.launched + self._interval - finished
 
@@ -627,7 +626,6 @@ class Learner:
     )
 
   def _draw(self, slices: int) -> tuple[base.DistillationBatch, ...]:
-    """Draws the micro-batches of an update that starts now."""
     config = self.config
     # A function of the number of requests, so a resumed run draws the same rows.
     key = jax.random.fold_in(jax.random.key(config.seed), self.finished)

@@ -382,7 +382,6 @@ def _paragraph(config_class: type) -> str:
 
 
 def _default(value: Any) -> str:
-  """Returns the text of a field's default."""
   if value is dataclasses.MISSING:
     return " (required)"
   if dataclasses.is_dataclass(value):

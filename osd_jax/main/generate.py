@@ -86,7 +86,6 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
 
 
 def _template(config: GenerateConfig, arguments: argparse.Namespace) -> Prompt:
-  """The settings of every prompt."""
   names = (*commands.SAMPLING, "log_probs")
   given = {name: x for name in names if (x := getattr(arguments, name)) is not None}
   if arguments.own_sampling:

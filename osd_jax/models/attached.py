@@ -115,7 +115,6 @@ class Attached(nn.Module):
     return jnp.stack(found)
 
   def _cross(self, target_states):
-    """Cross-attention keys and values of every layer."""
     states = target_states.astype(jnp.dtype(self.target.dtype))
     return self.decoder.cross_keys_values(layers.normalized(states))
 

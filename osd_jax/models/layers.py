@@ -39,7 +39,6 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _widened(kernel: jax.Array, x: jax.Array) -> jax.Array:
-  """A kernel in the type of its factor x."""
   if native.widens(kernel, x.dtype):
     return native.widened(kernel, x)
   return kernel.astype(x.dtype)

@@ -243,7 +243,6 @@ class _Routes:
   async def _stream(
     self, ask: protocol.Ask, call: Call, reply: protocol.Reply
   ) -> AsyncIterator[bytes]:
-    """Yields server-sent events."""
     choices: list[protocol.Choice] = []
     try:
       for chunk in reply.first_chunks():

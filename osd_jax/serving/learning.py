@@ -305,7 +305,6 @@ class Learning:
     self._on_learned(overlap, floor, outcome)
 
   def _overlap(self, params: base.Params, done: Finished) -> float:
-    """Returns the overlap of a draft with an answer."""
     server = self._server
     found = agreement.of_answer(server.pair.draft, params, done, server.shortlist)
     return float(np.asarray(found.distribution_overlap)[0])

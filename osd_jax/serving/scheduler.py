@@ -360,7 +360,6 @@ class Scheduler:
         future.set_exception(error)
 
   def _publish(self, finished: Sequence[Finished]) -> None:
-    """Sends the news of one step."""
     news: list[tuple[Call, Event]] = []
     results = {done.request.tag: done for done in finished}
     self._count(results)

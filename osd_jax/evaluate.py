@@ -191,22 +191,18 @@ class Bench:
     """The target's own answers, with records."""
     return self._plain(self.config.decoding).run(self.requests)
 
-  def quality(self, answers: Sequence[Finished]) -> list[dict[str, Any]]:
-    """One row per task: how good the target's answers are."""
+  def quality(self, answers: Sequence[Finished]) -> Iterator[dict[str, Any]]:
+    """Yields one row per task: how good the target's answers are."""
     right = self._token_accuracies()
-    rows = []
     for task_id, places in self._tasks():
       part = [(self.prompts[place], answers[place]) for place in places]
       shares = [share for place in places if (share := right[place]) is not None]
-      rows.append(
-        {
-          "task": self._label(task_id),
-          "prompts": len(places),
-          **quality(part, self.vocabulary),
-          "token_accuracy": float(np.mean(shares)) if shares else None,
-        }
-      )
-    return rows
+      yield {
+        "task": self._label(task_id),
+        "prompts": len(places),
+        **quality(part, self.vocabulary),
+        "token_accuracy": float(np.mean(shares)) if shares else None,
+      }
 
   def drafts(
     self, answers: Sequence[Finished]
@@ -230,9 +226,8 @@ class Bench:
       checks.append(self._check(answers, served, server))
     return rows, checks
 
-  def speeds(self) -> list[dict[str, Any]]:
-    """Measured time of plain decoding and of every draft, for one row and several."""
-    rows = []
+  def speeds(self) -> Iterator[dict[str, Any]]:
+    """Yields the measured times of every draft, for one row in flight and several."""
     for count in dict.fromkeys((1, self.config.decoding.rows)):
       config = dataclasses.replace(self.config.decoding, rows=count)
       unrecorded = dataclasses.replace(config, record_top_k=0)
@@ -249,17 +244,14 @@ class Bench:
       for label, pair, (ms, tokens_per_call) in zip(
         self.labels, self.pairs, timed[1:], strict=True
       ):
-        rows.append(
-          {
-            "rows": count,
-            "draft": label,
-            "plain_ms_per_token": plain_ms,
-            "ms_per_token": ms,
-            "speed_up": plain_ms / ms,
-            **self._predicted(config, pair, tokens_per_call),
-          }
-        )
-    return rows
+        yield {
+          "rows": count,
+          "draft": label,
+          "plain_ms_per_token": plain_ms,
+          "ms_per_token": ms,
+          "speed_up": plain_ms / ms,
+          **self._predicted(config, pair, tokens_per_call),
+        }
 
   def _predicted(
     self, config: DecodingConfig, pair: pairs.Pair, tau: float

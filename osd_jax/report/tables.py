@@ -178,21 +178,27 @@ def _per_call(requests: Sequence[Row], name: str) -> float:
 
 def agreement_table(segmented: Segments) -> Table:
   """One row per segment: first and last `EDGE` requests, online and frozen."""
+  shown = {
+    f"overlap first {EDGE}": "overlap_first",
+    f"overlap last {EDGE}": "overlap_last",
+    f"frozen last {EDGE}": "floor_overlap_last",
+    f"draft accepted first {EDGE}": "draft_acceptance_first",
+    f"draft accepted last {EDGE}": "draft_acceptance_last",
+  }
   table = []
   for label, rows in segmented:
     found = metrics.segment_summary(list(rows), EDGE)
-    table.append(
-      {
-        "topic": label,
-        "requests": len(rows),
-        f"overlap first {EDGE}": _rounded(found["overlap_first"]),
-        f"overlap last {EDGE}": _rounded(found["overlap_last"]),
-        f"frozen last {EDGE}": _rounded(found["floor_overlap_last"]),
-        f"draft accepted first {EDGE}": _rounded(found["draft_acceptance_first"]),
-        f"draft accepted last {EDGE}": _rounded(found["draft_acceptance_last"]),
-      }
-    )
+    figures = {heading: _rounded(found[name]) for heading, name in shown.items()}
+    table.append({"topic": label, "requests": len(rows), **figures})
   return table
+
+
+# Ways of decoding, with the prefix of their fields.
+_WAYS = {"plain": "plain", "frozen": "floor", "online": "online"}
+
+
+def _compared(requests: Sequence[Row]) -> list[Row]:
+  return [row for row in requests if row.get("plain_ms_per_token") is not None]
 
 
 def speed_table(segmented: Segments) -> Table:
@@ -200,25 +206,20 @@ def speed_table(segmented: Segments) -> Table:
   table = []
   for label, rows in segmented:
     found = metrics.segment_summary(list(rows), EDGE)
-    compared = [row for row in rows if row.get("plain_ms_per_token") is not None]
-    table.append(
-      {
-        "topic": label,
-        "tokens per target call": _rounded(found["tokens_per_target_call_last"]),
-        "plain ms/token": _rounded(_ms_per_token(compared, "plain")),
-        "frozen ms/token": _rounded(_ms_per_token(compared, "floor")),
-        "online ms/token": _rounded(_ms_per_token(compared, "online")),
-      }
-    )
+    per_call = _rounded(found["tokens_per_target_call_last"])
+    times = {
+      f"{name} ms/token": _rounded(_ms_per_token(_compared(rows), field))
+      for name, field in _WAYS.items()
+    }
+    table.append({"topic": label, "tokens per target call": per_call, **times})
   return table
 
 
 def latency_table(requests: Sequence[Row]) -> Table:
   """Percentiles of ms per token over the compared requests, one row per way."""
   table = []
-  for name, field in (("plain", "plain"), ("frozen", "floor"), ("online", "online")):
-    compared = [row for row in requests if row.get("plain_ms_per_token") is not None]
-    values = runs.column(compared, f"{field}_ms_per_token")
+  for name, field in _WAYS.items():
+    values = runs.column(_compared(requests), f"{field}_ms_per_token")
     values = values[np.isfinite(values)]
     if len(values):
       found = np.percentile(values, [50, 95, 99])

@@ -29,29 +29,20 @@ from osd_jax import native
 
 @flax.struct.dataclass
 class KVCache:
-  """Keys and values of a target or draft; `cross_*` does not change after prefill.
+  """Keys and values of a target or draft; `cross_*` does not change after prefill."""
 
-  Attributes:
-    self_keys: per layer [B, H, T + K + 1, D]; tokens fed so far.
-    self_values: like self_keys.
-    cross_keys: per layer [B, H, S, D].
-    cross_values: like cross_keys.
-    cross_mask: [B, S] bool; real source tokens.
-    length: [B] int32; number of valid entries of self_keys in each row.
-    target_states: [B, S, E] bfloat16; the target's hidden states of the source, for an
-      attached draft; None if there is none.
-    token_states: for a draft that reads them, the last hidden state after each input:
-      of a target [B, T + K + 1, E], valid to `length`; of the draft itself [B, n, E],
-      of the inputs fed last. Otherwise None.
-  """
-
-  self_keys: tuple[jax.Array, ...]
-  self_values: tuple[jax.Array, ...]
-  cross_keys: tuple[jax.Array, ...]
-  cross_values: tuple[jax.Array, ...]
-  cross_mask: jax.Array
-  length: jax.Array
+  self_keys: tuple[jax.Array, ...]  # per layer [B, H, T + K + 1, D]; tokens fed so far
+  self_values: tuple[jax.Array, ...]  # like self_keys
+  cross_keys: tuple[jax.Array, ...]  # per layer [B, H, S, D]
+  cross_values: tuple[jax.Array, ...]  # like cross_keys
+  cross_mask: jax.Array  # [B, S] bool; real source tokens
+  length: jax.Array  # [B] int32; number of valid entries of self_keys in each row
+  # [B, S, E] bfloat16; the target's hidden states of the source, for an attached draft;
+  # None if there is none.
   target_states: jax.Array | None = None
+  # For a draft that reads them, the last hidden state after each input. Of a target:
+  # [B, T + K + 1, E], valid to `length`; of the draft itself: [B, n, E], of the inputs
+  # fed last. Otherwise None.
   token_states: jax.Array | None = None
 
   @classmethod

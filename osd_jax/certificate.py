@@ -33,28 +33,21 @@ _SHOWN = 20  # failures written to certificate.json
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """The first token of an output that differs from the expected token.
+  """The first token of an output that differs from the expected token."""
 
-  Attributes:
-    prompt: index of the prompt.
-    position: index in the output.
-    expected: token of plain decoding (bfloat16: the target's choice); None if plain
-      decoding had ended.
-    emitted: token of the speculative output; None if it had ended.
-    expected_score: float64 logit of the expected token. For a sampled request it is
-      divided by the temperature and includes the noise. None if the score was not
-      finite and was read back from a log.
-    emitted_score: the same for the emitted token; -inf outside top-k or top-p.
-    passes: whether the difference is a near tie.
-  """
-
-  prompt: int
-  position: int
+  prompt: int  # index of the prompt
+  position: int  # index in the output
+  # Token of plain decoding (bfloat16: the target's choice); None if plain decoding had
+  # ended.
   expected: int | None
-  emitted: int | None
+  emitted: int | None  # token of the speculative output; None if it had ended
+  # Float64 logit of the expected token. For a sampled request it is divided by the
+  # temperature and includes the noise. None if the score was not finite and was read
+  # back from a log.
   expected_score: float | None
+  # The same for the emitted token; -inf outside top-k or top-p.
   emitted_score: float | None
-  passes: bool
+  passes: bool  # whether the difference is a near tie
 
   def __str__(self) -> str:
     shown = [

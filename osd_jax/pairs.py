@@ -107,31 +107,21 @@ class PairConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-  """A loaded pair, placed on the mesh.
-
-  Attributes:
-    target: the target model.
-    target_params: its parameters, in the layout that decoding reads.
-    rescoring_target: the target in float64, for certificates; needs `jax.enable_x64`.
-    draft: the draft model; None in `plain()`.
-    draft_params: its parameters.
-    draft_config: shape of the draft, for `save_draft`; None for user-defined drafts and
-      for a cache.
-    vocabulary: the vocabulary of both.
-    identity: identity of the target, for attached drafts; None for user-defined
-      targets.
-    sibling: name of the target that the draft was attached to, if it is another one of
-      the same sizes; otherwise "".
-  """
+  """A loaded pair, placed on the mesh."""
 
   target: base.Model
-  target_params: base.Params
+  target_params: base.Params  # its parameters, in the layout that decoding reads
+  # The target in float64, for certificates; needs `jax.enable_x64`.
   rescoring_target: base.Model
-  draft: base.Model
+  draft: base.Model  # None in `plain()`
   draft_params: base.Params
+  # Shape of the draft, for `save_draft`; None for user-defined drafts and for a cache.
   draft_config: ModelConfig | AttachedConfig | None
-  vocabulary: Vocabulary
+  vocabulary: Vocabulary  # the vocabulary of both
+  # Identity of the target, for attached drafts; None for user-defined targets.
   identity: weights.Identity | None = None
+  # Name of the target that the draft was attached to, if it is another one of the same
+  # sizes; otherwise "".
   sibling: str = ""
 
   def plain(self) -> "Pair":

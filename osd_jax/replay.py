@@ -25,21 +25,16 @@ ROWS = 16  # answers that a draft which does not learn is asked about at once
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-  """What a drafter did with some answers, one after another.
+  """What a drafter did with some answers, one after another."""
 
-  Attributes:
-    overlap: [N] distribution overlap with each answer, before learning from it.
-    right: for each answer [K, n] bool: whether the j-th drafted token of a call,
-      counted from 0, is the answer's token at a position. Drafts that read no states of
-      tokens have K equal rows.
-    updates: updates of the draft.
-    slices: their slices.
-  """
-
+  # [N] distribution overlap with each answer, before learning from it.
   overlap: np.ndarray
+  # For each answer [K, n] bool: whether the j-th drafted token of a call, counted from
+  # 0, is the answer's token at a position. Drafts that read no states of tokens have K
+  # equal rows.
   right: tuple[np.ndarray, ...]
-  updates: int = 0
-  slices: int = 0
+  updates: int = 0  # updates of the draft
+  slices: int = 0  # their slices
 
   @property
   def tokens(self) -> np.ndarray:

@@ -64,14 +64,10 @@ class PartitionConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class Partitioner:
-  """Places parameters and rows on a mesh. Hashable, so it can be a static argument.
+  """Places parameters and rows on a mesh. Hashable, so it can be a static argument."""
 
-  Attributes:
-    mesh: mesh with axes "data" and "model".
-    whole_draft: a draft with at most this many parameters is replicated.
-  """
-
-  mesh: Mesh
+  mesh: Mesh  # mesh with axes "data" and "model"
+  # A draft with at most this many parameters is replicated.
   whole_draft: int = WHOLE_DRAFT
 
   @property

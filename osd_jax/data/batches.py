@@ -62,17 +62,12 @@ class EncodedExample:
 
 
 class Corpus(list[EncodedExample]):
-  """The examples of a corpus in a seeded order. Made by `read_corpus`.
+  """The examples of a corpus in a seeded order. Made by `read_corpus`."""
 
-  Attributes:
-    report: `examples.report` by name of the task. The counts are `skipped`,
-      `without_reference` (left out), and `cut_prompts` and `cut_references` among the
-      `kept` examples.
-    sentences: the same report, one sentence for each task with such examples.
-  """
-
+  # `examples.report` by name of the task. The counts are `skipped`, `without_reference`
+  # (left out), and `cut_prompts` and `cut_references` among the `kept` examples.
   report: dict[str, dict[str, Any]]
-  sentences: list[str]
+  sentences: list[str]  # the same report, one sentence for each task with such examples
 
 
 def read_corpus(

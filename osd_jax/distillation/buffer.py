@@ -47,17 +47,13 @@ class BufferConfig(base.Config):
 
 @flax.struct.dataclass
 class ReplayBuffer:
-  """A ring of N rows.
+  """A ring of N rows."""
 
-  Attributes:
-    data: `DistillationBatch` with leading axis N instead of R. The states hold the bits
-      of bfloat16 as uint16: XLA CPU would convert a whole bfloat16 ring to float32 and
-      back for every row that is written.
-    added: [] int32; number of rows ever appended.
-  """
-
+  # `DistillationBatch` with leading axis N instead of R. The states hold the bits of
+  # bfloat16 as uint16: XLA CPU would convert a whole bfloat16 ring to float32 and back
+  # for every row that is written.
   data: base.DistillationBatch
-  added: jax.Array
+  added: jax.Array  # [] int32; number of rows ever appended
 
   @property
   def capacity(self) -> int:

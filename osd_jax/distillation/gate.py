@@ -134,22 +134,16 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class GateState:
-  """State of the gate: JSON values, so that a checkpoint can store it.
+  """State of the gate: JSON values, so that a checkpoint can store it."""
 
-  Attributes:
-    proven: version of the proven draft; 0 is the floor draft.
-    newest: version of the newest draft.
-    follows: whether the newest draft serves; otherwise the proven one does.
-    up: trials of the newest drafts against the proven one.
-    down: trials of the proven draft against the newest ones, while these serve.
-    floor: trials of the floor draft against what serves, if that was trained.
-  """
-
-  proven: int = 0
-  newest: int = 0
+  proven: int = 0  # version of the proven draft; 0 is the floor draft
+  newest: int = 0  # version of the newest draft
+  # Whether the newest draft serves; otherwise the proven one does.
   follows: bool = False
-  up: Series = Series().begin()
+  up: Series = Series().begin()  # trials of the newest drafts against the proven one
+  # Trials of the proven draft against the newest ones, while these serve.
   down: Series = Series()
+  # Trials of the floor draft against what serves, if that was trained.
   floor: Series = Series()
 
   @property

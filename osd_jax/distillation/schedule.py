@@ -73,19 +73,14 @@ PROBE_UPDATES = 8  # updates that such a probe must be able to pay
 
 
 class Request(NamedTuple):
-  """A finished request, as a schedule sees it.
+  """A finished request, as a schedule sees it."""
 
-  Attributes:
-    overlap: mean distribution overlap, 0..1, measured before the draft trained on it.
-    tokens: emitted tokens.
-    slices: the most slices that an update may have now; 0 while one is running.
-    mixed: share of drafted tokens that were accepted, if a cache drafted too; None if
-      only the draft did, or nothing was drafted.
-  """
-
+  # Mean distribution overlap, 0..1, measured before the draft trained on it.
   overlap: float
-  tokens: int
-  slices: int
+  tokens: int  # emitted tokens
+  slices: int  # the most slices that an update may have now; 0 while one is running
+  # Share of drafted tokens that were accepted, if a cache drafted too; None if only the
+  # draft did, or nothing was drafted.
   mixed: float | None = None
 
 

@@ -12,19 +12,14 @@ from osd_jax.cache import KVCache
 
 @flax.struct.dataclass
 class MixtureCache:
-  """The caches of both models.
+  """The caches of both models."""
 
-  Attributes:
-    target: cache of the target.
-    draft: cache of the draft.
-    fingerprint: [B] uint32; hash of the row's prompt, which seeds its random draws.
-    length: [B] int32; tokens fed. It overrides the lengths of the two caches, so that
-      rewinding the mixture rewinds both.
-  """
-
-  target: KVCache
-  draft: KVCache
+  target: KVCache  # cache of the target
+  draft: KVCache  # cache of the draft
+  # [B] uint32; hash of the row's prompt, which seeds its random draws.
   fingerprint: jax.Array
+  # [B] int32; tokens fed. It overrides the lengths of the two caches, so that rewinding
+  # the mixture rewinds both.
   length: jax.Array
 
 

@@ -302,25 +302,17 @@ def is_for_steps(path: tuple[str, ...]) -> bool:
 
 
 def for_steps(
-  decoder: base.Params,
-  layout: base.Layout,
-  kept: base.Layout = base.Layout.TRAINED,
-  within: tuple[str, ...] = (),
+  decoder: base.Params, layout: base.Layout, kept: base.Layout = base.Layout.TRAINED
 ) -> base.Params:
-  """Stores the kernels of a decoder, or of its part at path `within`, for steps.
-
-  `kept` is their layout in `decoder`.
-  """
-  if "kernel" in decoder:
-    if layout is kept or not is_for_steps(("decoder", *within, "kernel")):
-      return decoder
-    kernel = decoder["kernel"]
-    if kept is base.Layout.SERVED:
-      kernel = kernel.T
-    return {**decoder, **_STORED[layout](kernel)}
-  return {
-    name: for_steps(inner, layout, kept, (*within, name))
-    if isinstance(inner, dict)
-    else inner
-    for name, inner in decoder.items()
-  }
+  """Stores the kernels of a decoder for steps; `kept` is their present layout."""
+  if layout is kept:
+    return decoder
+  found = {}
+  for path, leaf in flax.traverse_util.flatten_dict(decoder).items():
+    if not is_for_steps(("decoder", *path)):
+      found[path] = leaf
+      continue
+    kernel = leaf.T if kept is base.Layout.SERVED else leaf
+    for name, part in _STORED[layout](kernel).items():
+      found[*path[:-1], name] = part
+  return flax.traverse_util.unflatten_dict(found)

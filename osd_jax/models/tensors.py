@@ -34,18 +34,13 @@ _ALIGNMENT = 64  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-  """The tensors of a checkpoint.
+  """The tensors of a checkpoint."""
 
-  Attributes:
-    shapes: name -> shape.
-    read: name -> value; reads the tensor at every call.
-    place: name -> file or folder of the tensor, for error messages.
-    short: names of the tensors that are read in bfloat16, as far as a header says so.
-  """
-
-  shapes: Mapping[str, Shape]
-  read: Callable[[str], np.ndarray]
+  shapes: Mapping[str, Shape]  # name -> shape
+  read: Callable[[str], np.ndarray]  # name -> value; reads the tensor at every call
+  # Name -> file or folder of the tensor, for error messages.
   place: Callable[[str], object]
+  # Names of the tensors that are read in bfloat16, as far as a header says so.
   short: frozenset[str] = frozenset()
 
 

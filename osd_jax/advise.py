@@ -132,8 +132,7 @@ def read_log(
 ) -> tuple[list[EncodedExample], str]:
   """Reads the first answers of the log that fit, in its order.
 
-  Returns:
-    The answers, and a sentence about rows that were left out or cut; "" without any.
+  A sentence about rows that were left out or cut is returned too, "" without any.
 
   Raises:
     InputError: no answer can be used.

@@ -135,11 +135,9 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Certificate:
 def finish(verdict: Certificate, directory: runs.RunDirectory) -> bool:
   """Writes certificate.json, and marks the run as finished unless the verdict failed.
 
-  A failed run stays unfinished, so that repeating its command reports the failure
-  again instead of saying that there is nothing to do.
-
-  Returns:
-    Whether the verdict passed or nothing was checked.
+  A failed run stays unfinished, so that repeating its command reports the failure again
+  instead of saying that there is nothing to do. Returns whether the verdict passed or
+  nothing was checked.
   """
   if verdict.passed or not verdict.outputs:
     directory.finish()

@@ -318,8 +318,7 @@ def time_requests(
 ) -> list[tuple[float, float]]:
   """Serves the same requests with each idle server, in blocks of `block` and in turn.
 
-  Returns:
-    For each server: milliseconds per emitted token, and tokens per target call.
+  Returns milliseconds per emitted token, and tokens per target call, of each server.
   """
   for server in servers:
     bucket = server.engine.config.bucket

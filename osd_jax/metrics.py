@@ -23,11 +23,8 @@ def predicted_speed_up(
 ) -> float:
   """Speed-up over plain decoding, tau / (K c + v); the paper assumes v = 1.
 
-  Args:
-    tau: tokens per target call, recovered and bonus tokens included.
-    num_draft_tokens: K, drafted tokens per round.
-    cost_ratio: c, time of a draft step / time of a plain target step.
-    verify_ratio: v, time of a verification / time of a plain target step.
+  Tau are the tokens per target call, recovered and bonus tokens included; c is the time
+  of a draft step, and v that of a verification, divided by that of a plain target step.
   """
   return tau / (num_draft_tokens * cost_ratio + verify_ratio)
 

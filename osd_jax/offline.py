@@ -204,8 +204,7 @@ class OfflineLoop:
   def step(self) -> str | None:
     """One optimiser step, and the logs and checkpoints that are due after it.
 
-    Returns:
-      Figures for the progress bar; None after the last step.
+    Returns figures for the progress bar, or None after the last step.
     """
     config = self.config
     if self.steps_taken == config.steps:
@@ -309,13 +308,10 @@ class OfflineLoop:
 
 
 def shuffled(count: int, start: int, size: int, seed: int) -> np.ndarray:
-  """Part of the endless sequence of shuffled epochs of `count` rows.
+  """[size] row indices: part of an endless sequence of shuffled epochs of `count` rows.
 
   The order of an epoch depends only on the seed and the number of the epoch, so a
   continued run draws the same rows.
-
-  Returns:
-    [size] row indices.
   """
   epochs = range(start // count, (start + size - 1) // count + 1)
   orders = [np.random.default_rng([seed, 2, e]).permutation(count) for e in epochs]

@@ -222,8 +222,7 @@ class OnlineLoop:
   def step(self) -> list[dict[str, Any]] | None:
     """Runs one jitted call of decoding and processes the answers that it finished.
 
-    Returns:
-      Log records of requests; None after the end of the stream.
+    Returns their log records, or None after the end of the stream.
     """
     answers = next(self._served, None)
     for message in self.server.engine.messages():
@@ -392,8 +391,7 @@ class OnlineLoop:
   def _begin(self) -> float:
     """Logs the data, fills the buffer, and measures costs before the first request.
 
-    Returns:
-      Milliseconds that measuring costs took.
+    Returns the milliseconds that measuring costs took.
     """
     config = self.config
     runs.check_space(config, self.server.state()[0])

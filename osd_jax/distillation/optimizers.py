@@ -90,8 +90,7 @@ def learning_rate(config: OptimizerConfig) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   """Chains clipping, the optimiser and the multipliers.
 
-  Returns:
-    An optax transformation whose `update` needs the parameters as third argument.
+  The transformation's `update` needs the parameters as third argument.
   """
   parts = [OPTIMIZERS[config.name](learning_rate(config))]
   if config.clip_norm is not None:

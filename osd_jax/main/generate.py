@@ -46,8 +46,8 @@ class GenerateConfig(base.Config):
 def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   """Answers prompts from the command line, files or standard input.
 
-  Returns:
-    The exit code: 1 if the target's logits were not finite, 2 if a prompt was refused.
+  Returns the exit code: 1 if the target's logits were not finite, 2 if a prompt was
+  refused.
 
   Raises:
     InputError: options contradict each other, or a setting is invalid.

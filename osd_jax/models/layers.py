@@ -171,11 +171,9 @@ class Projection(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
-    """Maps x [..., in] to [..., out].
+    """Maps x [..., in], of any floating-point type, to [..., out].
 
-    Args:
-      x: [..., in], of any floating-point type.
-      outputs: [C] int32; compute these outputs only. Not for `base.Layout.INT8`.
+    If `outputs` [C] are given, only these are computed; not for `base.Layout.INT8`.
     """
     product = self._product(x, outputs)
     if not self.bias:

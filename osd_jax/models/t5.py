@@ -294,8 +294,7 @@ class Decoder(nn.Module):
   def step(self, x: jax.Array, cache: cache_lib.KVCache):
     """Applies all layers to n new tokens x [B, n, E] of the rows of a cache.
 
-    Returns:
-      [B, n, E] after the final norm, and the cache with `length` advanced by n.
+    Returns x after the final norm, and the cache with `length` advanced by n.
     """
     count = x.shape[1]
     query = cache.length[:, None] + jnp.arange(count)[None]

@@ -51,13 +51,10 @@ def of_arrays(arrays: Mapping[str, Any], place: object = "memory") -> Tensors:
 
 
 def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
-  """Opens a safetensors file.
+  """Opens a safetensors file; returns its tensors and the metadata in its header.
 
   Tensors are read at their offset. Pages of a memory-mapped file would count as memory
   of the process until all tensors are read.
-
-  Returns:
-    The tensors, and the metadata in the header.
 
   Raises:
     InputError: the file cannot be read, or contains a name twice.

@@ -553,12 +553,10 @@ def trailing_mean(
 
 
 def acceptance_per_position(requests: Sequence[Row]) -> np.ndarray:
-  """Share of verifications that accepted the i-th drafted token.
+  """Share of verifications that accepted the i-th drafted token, [K] float64.
 
   `accepted_per_position` of a row counts the verifications that accepted position i.
-
-  Returns:
-    [K] float64, empty if no row has the counts.
+  Without any counts, the result is empty.
   """
   rows = [row for row in requests if row.get("accepted_per_position") is not None]
   calls = sum(row["target_calls"] for row in rows)

@@ -86,8 +86,7 @@ class Logbook:
   def restore(self) -> float:
     """Computes the verdict and the alarms from the rows of the log.
 
-    Returns:
-      Seconds that the run had served when its last row was written.
+    Returns the seconds that the run had served when its last row was written.
     """
     rows = list(log_lib.read(self._rows.path))
     self._alarms = alarms.replay(rows)

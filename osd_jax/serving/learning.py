@@ -261,8 +261,7 @@ class Learning:
   def close(self, timeout: float) -> bool:
     """Learns from the answers that wait, up to `timeout` seconds, and saves.
 
-    Returns:
-      Whether it learned from all of them. The others stay in the journal.
+    Returns whether it learned from all of them. The others stay in the journal.
     """
     ended = self._thread.submit(self._save)
     finished, _ = concurrent.futures.wait([ended], timeout)

@@ -192,14 +192,9 @@ def write(
 ) -> Path:
   """Writes a folder that transformers loads; it appears complete or not at all.
 
-  Args:
-    folder: a path that does not exist yet, or an empty folder.
-    weights: the weights; bfloat16 is written as it is, all else in float32. For tied
-      models `lm_head.weight` is not written.
-    tokenizer: name -> content of further files; see `vocabulary.tokenizer_files`.
-
-  Returns:
-    The folder.
+  The folder must be new or empty. Weights in bfloat16 are written as they are, all
+  others in float32, and `lm_head.weight` not for tied models. `tokenizer` holds further
+  files by name; see `vocabulary.tokenizer_files`.
 
   Raises:
     InputError: the folder is not empty, or transformers has no such model.

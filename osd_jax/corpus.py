@@ -72,7 +72,8 @@ def generate(
     return {i: one for i, one in zip(indices, asked, strict=True) if i not in made.rows}
 
   def add(index: int, row: base.DistillationBatch) -> None:
-    made.add(index, jax.device_get(_with_states(row, keeps)))
+    row = row if keeps else row.replace(target_states=None)
+    made.add(index, jax.device_get(row))
 
   try:
     _decode(pair, decoding, partition, left(~by_draft), add, bar)
@@ -83,7 +84,7 @@ def generate(
     by = _writer(source, pair) if by_draft.any() else pair
     _decode(by, unrecorded, partition, left(by_draft), texts.__setitem__, bar)
     order = sorted(texts)
-    written = [_with_states(texts[index], False) for index in order]
+    written = [texts[index].replace(target_states=None) for index in order]
     for index, row in zip(order, _score(pair, decoding, written), strict=True):
       made.add(index, row)
   finally:
@@ -135,11 +136,6 @@ def _made_from(
     "record_top_k": decoding.record_top_k,
     "token states": pair.draft.reads_tokens,
   }
-
-
-def _with_states(batch: base.DistillationBatch, keeps: bool) -> base.DistillationBatch:
-  """Returns an answer with the target's states of its prompt, or without them."""
-  return batch if keeps else batch.replace(target_states=None)
 
 
 def _by_draft(source: TextSource, count: int) -> np.ndarray:

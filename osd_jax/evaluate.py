@@ -342,13 +342,8 @@ def time_requests(
 
 def acceptance(served: Sequence[Finished]) -> dict[str, float | None]:
   """Acceptance rates of several requests, from the sums of their counters."""
-  accepted, drafted, tokens, calls = (
-    sum(counts)
-    for counts in zip(
-      *((d.accepted, d.drafted, len(d.tokens), d.target_calls) for d in served),
-      strict=True,
-    )
-  )
+  counts = [(d.accepted, d.drafted, len(d.tokens), d.target_calls) for d in served]
+  accepted, drafted, tokens, calls = map(sum, zip(*counts, strict=True))
   return {
     "draft_acceptance_rate": metrics.draft_acceptance_rate(accepted, drafted),
     "tokens_per_target_call": metrics.tokens_per_target_call(tokens, calls),

@@ -3,6 +3,7 @@
 `engine/agreement` measures how well a draft agrees with the target.
 """
 
+import collections
 from collections.abc import Mapping
 
 import numpy as np
@@ -34,12 +35,9 @@ def loops(tokens: np.ndarray, size: int = 8, times: int = 4) -> bool:
 
   Occurrences may overlap, so one token that is repeated many times is a loop too.
   """
-  seen: dict[tuple[int, ...], int] = {}
-  for start in range(len(tokens) - size + 1):
-    # Counts n-grams: a loop of any period up to the text's length repeats its windows.
-    window = tuple(int(token) for token in tokens[start : start + size])
-    seen[window] = seen.get(window, 0) + 1
-  return max(seen.values(), default=0) >= times
+  # Counts n-grams: a loop of any period up to the text's length repeats its windows.
+  windows = zip(*(tokens[start:].tolist() for start in range(size)), strict=False)
+  return max(collections.Counter(windows).values(), default=0) >= times
 
 
 def segment_summary(

@@ -230,11 +230,12 @@ class HeadsProjection(Projection):
     )
 
 
-def normalized(x: jax.Array) -> jax.Array:
-  """Divides x [..., E] by its root mean square, in float32 or more."""
-  wide = x.astype(at_least_float32(x.dtype))
-  mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-  return (wide * jax.lax.rsqrt(mean_square + 1e-6)).astype(x.dtype)
+def normalized(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
+  """Divides x [..., E] by its root mean square; the result is float32 or wider."""
+  # A sum of bfloat16 squares would lose most of its bits.
+  x = x.astype(at_least_float32(x.dtype))
+  mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+  return x * jax.lax.rsqrt(mean_square + epsilon)
 
 
 class RMSNorm(nn.Module):
@@ -251,16 +252,12 @@ class RMSNorm(nn.Module):
     one = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
     init = nn.with_logical_partitioning(one, (self.axis,))
     scale = self.param("scale", init, (x.shape[-1],))
-    # A sum of bfloat16 squares would lose most of its bits.
-    x = x.astype(at_least_float32(x.dtype))
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    normed = x * jax.lax.rsqrt(mean_square + self.epsilon)
+    normed = normalized(x, self.epsilon)
     if self.unit_offset:
-      factor = jnp.broadcast_to(1 + scale.astype(x.dtype), x.shape)
+      factor = jnp.broadcast_to(1 + scale.astype(normed.dtype), x.shape)
       return (normed * factor).astype(self.dtype)
-    return normed.astype(self.dtype) * jnp.broadcast_to(
-      scale.astype(self.dtype), x.shape
-    )
+    factor = jnp.broadcast_to(scale.astype(self.dtype), x.shape)
+    return normed.astype(self.dtype) * factor
 
 
 def never_alone(

@@ -132,7 +132,8 @@ def read_log(
 ) -> tuple[list[EncodedExample], str]:
   """Reads the first answers of the log that fit, in its order.
 
-  A sentence about rows that were left out or cut is returned too, "" without any.
+  Returns them, and a sentence about rows that were left out or cut, "" if there are
+  none.
 
   Raises:
     InputError: no answer can be used.

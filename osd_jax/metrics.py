@@ -24,8 +24,9 @@ def predicted_speed_up(
 ) -> float:
   """Speed-up over plain decoding, tau / (K c + v); the paper assumes v = 1.
 
-  Tau are the tokens per target call, recovered and bonus tokens included; c is the time
-  of a draft step, and v that of a verification, divided by that of a plain target step.
+  Tau is the number of tokens per target call, recovered and bonus tokens included; c is
+  the time of a draft step, and v that of a verification, divided by the time of a plain
+  target step.
   """
   return tau / (num_draft_tokens * cost_ratio + verify_ratio)
 

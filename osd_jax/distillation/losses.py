@@ -102,11 +102,12 @@ def reverse_kl(target: Buckets, draft: Buckets) -> Float[Array, "*rows"]:
 
 
 def jsd(target: Buckets, draft: Buckets, beta: float = 0.5) -> Float[Array, "*rows"]:
-  """Generalised Jensen-Shannon divergence, in nats.
+  """Generalised Jensen-Shannon divergence, in nats, for beta strictly between 0 and 1.
 
-  With M = beta * target + (1 - beta) * draft, for beta strictly between 0 and 1, JSD =
-  beta * KL(target || M) + (1 - beta) * KL(draft || M). It is at most the entropy of
-  (beta, 1 - beta).
+      M = beta * target + (1 - beta) * draft
+      JSD = beta * KL(target || M) + (1 - beta) * KL(draft || M)
+
+  It is at most the entropy of (beta, 1 - beta).
   """
   mixture = jnp.logaddexp(np.log(beta) + target, np.log1p(-beta) + draft)
   return beta * forward_kl(target, mixture) + (1 - beta) * forward_kl(draft, mixture)

@@ -324,8 +324,8 @@ class Decoder(nn.Module):
   def prefill(self, x: jax.Array, mask: jax.Array):
     """Computes the keys and values of a prompt, in chunks if it is long.
 
-    Takes embedded tokens x [B, S, E]; `mask` [B, S] bool. Returns keys and values [B,
-    KV heads, S, D] of every layer, and the target states [B, S, E] of
+    Takes embedded tokens x [B, S, E]; `mask` [B, S] bool. Returns the keys and values
+    of every layer, [B, KV heads, S, D], and the target states [B, S, E] of
     `LlamaConfig.state_layer`.
     """
     length = x.shape[1]

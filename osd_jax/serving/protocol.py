@@ -337,7 +337,7 @@ def _is_tokens(value: Any) -> bool:
 def read_messages(messages: Sequence[Any]) -> str:
   """Returns a `chat.Conversation`, or the text of a single message of a user.
 
-  Anything else than messages of text is refused.
+  Anything but messages of text is refused.
   """
   read = [_message(index, message) for index, message in enumerate(messages)]
   if read[-1]["role"] == "assistant":

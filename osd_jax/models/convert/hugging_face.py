@@ -193,8 +193,8 @@ def write(
   """Writes a folder that transformers loads; it appears complete or not at all.
 
   The folder must be new or empty. Weights in bfloat16 are written as they are, all
-  others in float32, and `lm_head.weight` not for tied models. `tokenizer` holds further
-  files by name; see `vocabulary.tokenizer_files`.
+  others in float32. For tied models `lm_head.weight` is not written. `tokenizer` holds
+  further files by name; see `vocabulary.tokenizer_files`.
 
   Raises:
     InputError: the folder is not empty, or transformers has no such model.

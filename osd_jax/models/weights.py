@@ -45,16 +45,9 @@ _SIZES = (
 _FIELDS_IN_FILES = {"state_layer": "handed_out"}
 # For the same reason, fields that were added later are stored if they are not default.
 _LATER_FIELDS = (
-  "mlp_activations",
-  "rope_factor",
-  "local_rope_theta",
-  "windows",
-  "query_pre_attn_scalar",
-  "attention_cap",
-  "logit_cap",
-  "post_norms",
-  "unit_offset_norms",
-  "scaled_embeddings",
+  *("mlp_activations", "rope_factor", "local_rope_theta", "windows"),
+  *("query_pre_attn_scalar", "attention_cap", "logit_cap"),
+  *("post_norms", "unit_offset_norms", "scaled_embeddings"),
 )
 
 

@@ -22,17 +22,8 @@ __all__ = ["ServeConfig", "run"]
 TOKEN = "OSD_API_KEY"  # an environment variable, because `ps` shows command lines
 # Settings that may change when a server continues with a run directory.
 _FREE = (
-  "learn",
-  "model_name",
-  "host",
-  "port",
-  "max_waiting",
-  "shutdown_seconds",
-  "checkpoint_every",
-  "sampling",
-  "share_cache",
-  "record_seconds",
-  "stream_tokens",
+  *("learn", "model_name", "host", "port", "max_waiting", "shutdown_seconds"),
+  *("checkpoint_every", "sampling", "share_cache", "record_seconds", "stream_tokens"),
 )
 
 

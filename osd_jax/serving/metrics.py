@@ -22,13 +22,8 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 RECENT = 64
 EARLIER = 32  # overlaps that must be known before a change can be seen
 _TOTALS = (
-  "requests",
-  "tokens",
-  "updates",
-  "update_seconds",
-  "plain_seconds",
-  "decoding_seconds",
-  "traffic_shifts",
+  *("requests", "tokens", "updates", "traffic_shifts"),
+  *("update_seconds", "plain_seconds", "decoding_seconds"),
 )
 
 _COUNTERS = {

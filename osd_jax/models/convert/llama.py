@@ -27,14 +27,6 @@ _FEATURES: dict[str, dict[str, Any]] = {
   "gemma3_text": {**_GEMMA, "query_key_norm": True},
 }
 MODEL_TYPES = tuple(_FEATURES)
-_ARCHITECTURES = {
-  "llama": "Llama",
-  "mistral": "Mistral",
-  "qwen2": "Qwen2",
-  "qwen3": "Qwen3",
-  "gemma2": "Gemma2",
-  "gemma3_text": "Gemma3",
-}
 _SAYS = (
   "only dense Llama, Vicuna, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 text models can"
   " be converted"
@@ -255,7 +247,7 @@ def _fields_of(config: LlamaConfig, kind: str) -> dict[str, Any]:
   """The fields of `config.json` if a shape is of this kind."""
   ends = list(config.eos_ids)
   fields = {
-    "architectures": [f"{_ARCHITECTURES[kind]}ForCausalLM"],
+    "architectures": [f"{kind.removesuffix('_text').title()}ForCausalLM"],
     "model_type": kind,
     **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
     "num_key_value_heads": config.num_kv_heads,

@@ -207,6 +207,14 @@ class Projection(nn.Module):
     )
 
 
+def output_head(
+  config: Any, layout: base.Layout, covered: int = 0, name: str | None = None
+) -> Projection:
+  """The projection to the logits of all tokens, or of `covered` chosen ones."""
+  shape, dtype = (config.width, covered or config.vocab_size), jnp.dtype(config.dtype)
+  return Projection(shape, ("embed", "vocab"), dtype, layout, name=name)
+
+
 class HeadsProjection(Projection):
   """The output projection of an attention, over heads and their components.
 

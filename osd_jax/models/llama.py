@@ -293,13 +293,11 @@ class Decoder(nn.Module):
   own_head: bool
 
   def setup(self):
-    config, dtype = self.config, jnp.dtype(self.config.dtype)
+    config = self.config
     self.layers = [Layer(config, self.layout) for _ in range(config.num_layers)]
     self.decoder_norm = norm(config)
     if self.own_head:
-      self.logits_dense = layers.Projection(
-        (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
-      )
+      self.logits_dense = layers.output_head(config, self.layout)
 
   def over(self, x: jax.Array, mask: jax.Array, positions: jax.Array, depth: int = 0):
     """Applies the first `depth` layers, or all, to x [B, n, E], with a causal mask.

@@ -29,14 +29,8 @@ class DraftHead(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Logits [B, n, V] of x [B, n, E]; -inf for tokens outside the shortlist."""
     config, covered = self.config, self.serving.shortlist
-    logits = layers.Projection(
-      (config.width, covered or config.vocab_size),
-      ("embed", "vocab"),
-      jnp.dtype(config.dtype),
-      self.serving.layout,
-      name="projection",
-    )(x)
-    logits = head_logits(config, logits)
+    head = layers.output_head(config, self.serving.layout, covered, "projection")
+    logits = head_logits(config, head(x))
     if not covered:
       return logits
     ids = self.param("ids", lambda key: jnp.arange(covered))

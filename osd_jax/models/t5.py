@@ -242,9 +242,7 @@ class Decoder(nn.Module):
     ]
     self.decoder_norm = layers.RMSNorm(dtype)
     if self.own_head:
-      self.logits_dense = layers.Projection(
-        (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
-      )
+      self.logits_dense = layers.output_head(config, self.layout)
 
   def cross_keys_values(self, encoded: jax.Array):
     """Cross-attention keys and values [B, H, S, D] of every layer."""

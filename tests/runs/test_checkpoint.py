@@ -454,13 +454,13 @@ def test_memory_of_a_written_step_is_returned(tmp_path, monkeypatch):
 
 
 def test_steps_are_written_on_a_low_priority_thread(tmp_path, monkeypatch):
-  niceness, checksum = [], checkpoint._checksum
+  niceness, checksums = [], checkpoint._checksums
 
-  def noting(array):
+  def noting(arrays):
     niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-    return checksum(array)
+    return checksums(arrays)
 
-  monkeypatch.setattr(checkpoint, "_checksum", noting)
+  monkeypatch.setattr(checkpoint, "_checksums", noting)
   own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
   with runs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"x": jnp.zeros(1)}, {})

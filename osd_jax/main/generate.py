@@ -1,6 +1,7 @@
 """`osd generate`: answers prompts; the first command that a new user tries."""
 
 import argparse
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -212,14 +213,8 @@ def _cut(text: str, vocabulary: Vocabulary, longest: int) -> str:
   def cut(count: int) -> str:
     return text[len(text) - count :] if keeps_end else text[:count]
 
-  fits, too_many = 0, len(text)
-  while too_many - fits > 1:
-    middle = (fits + too_many) // 2
-    if len(vocabulary.encode_prompt(cut(middle))) <= longest:
-      fits = middle
-    else:
-      too_many = middle
-  return cut(fits)
+  length = lambda count: len(vocabulary.encode_prompt(cut(count)))
+  return cut(bisect.bisect_right(range(1, len(text)), longest, key=length))
 
 
 def _given(arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:

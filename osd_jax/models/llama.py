@@ -192,12 +192,9 @@ def _native(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
   keys, values = (
     jnp.concatenate([memory[part] for memory in memories], axis=2) for part in (0, 1)
   )
-  wide = [
-    jnp.broadcast_to(memory.bias, (*memory.bias.shape[:2], count, memory.bias.shape[3]))
-    for memory in memories
-  ]
-  most = max(bias.shape[0] for bias in wide)
-  wide = [jnp.broadcast_to(bias, (most, *bias.shape[1:])) for bias in wide]
+  most = max(memory.bias.shape[0] for memory in memories)
+  shapes = [(most, 1, count, memory.bias.shape[3]) for memory in memories]
+  wide = [jnp.broadcast_to(m.bias, shape) for m, shape in zip(memories, shapes)]
   bias = jnp.repeat(jnp.concatenate(wide, axis=-1), sharing, axis=2)
   context = native.attention(folded, keys, values, bias)
   context = context.reshape(rows, count, sharing, heads, size)

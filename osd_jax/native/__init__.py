@@ -265,11 +265,8 @@ def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
 
 def _compiler() -> str | None:
   named = os.environ.get("CXX")
-  for name in (named,) if named is not None else _COMPILERS:
-    found = shutil.which(name)
-    if found:
-      return found
-  return None
+  names = _COMPILERS if named is None else (named,)
+  return next(filter(None, map(shutil.which, names)), None)
 
 
 def _key(command: tuple[str, ...]) -> str:

@@ -72,6 +72,13 @@ def make(service: Service, token: str = "") -> Starlette:
         refusal = Refusal(400, " ".join(str(error).split()))
       except EngineFailedError as error:
         refusal = Refusal(503, f"the engine has failed: {error}.", code="failed")
+      except QueueFullError:
+        waiting = service.config.places
+        said = f"the queue is full ({waiting} requests are waiting); try again later"
+        refusal = Refusal(429, f"{said}.", code="queue_full")
+      except DrainingError:
+        said = "the server is shutting down and takes no more requests"
+        refusal = Refusal(503, f"{said}.", code="draining")
       except Refusal as error:
         refusal = error
       service.metrics.refused(refusal.status)
@@ -213,7 +220,7 @@ class _Routes:
     top = service.config.decoding.record_top_k
     fields = await _fields(request)
     ask = protocol.read_ask(fields, is_chat, self._model, service.sampling, top)
-    call = self._submit(ask)
+    call = service.submit(ask)
     reply = protocol.Reply(ask, self._model)
     if ask.stream:
       lines = self._stream(ask, call, reply)
@@ -221,17 +228,6 @@ class _Routes:
     async with _cancelled_on_disconnect(request, call, service):
       choices = await self._choices(ask, call)
     return JSONResponse(reply.whole(choices, self._metrics(choices)))
-
-  def _submit(self, ask: protocol.Ask) -> Call:
-    try:
-      return self._service.submit(ask)
-    except QueueFullError:
-      waiting = self._service.config.places
-      said = f"the queue is full ({waiting} requests are waiting); try again later"
-      raise Refusal(429, f"{said}.", code="queue_full") from None
-    except DrainingError:
-      said = "the server is shutting down and takes no more requests"
-      raise Refusal(503, f"{said}.", code="draining") from None
 
   async def _choices(self, ask: protocol.Ask, call: Call) -> list[protocol.Choice]:
     found = []

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import flax.traverse_util
 import numpy as np
 
 from osd_jax import base
@@ -142,22 +143,15 @@ class _Events:
       self._writer = self._make(
         str(self._directory), filename_suffix=f".{before}", **purge
       )
-    for name, value in _numbers(row):
-      self._writer.add_scalar(f"{kind}/{name}", value, self._step)
+    for name, value in flax.traverse_util.flatten_dict(row, sep="/").items():
+      if isinstance(value, int | float):
+        self._writer.add_scalar(f"{kind}/{name}", value, self._step)
     if kind == "alarm":
       self._writer.add_text("alarm", row["text"], self._step)
 
   def close(self) -> None:
     if self._writer is not None:
       self._writer.close()
-
-
-def _numbers(row: Row, above: str = "") -> Iterator[tuple[str, float]]:
-  for name, value in row.items():
-    if isinstance(value, Mapping):
-      yield from _numbers(value, f"{above}{name}/")
-    elif isinstance(value, int | float):
-      yield f"{above}{name}", value
 
 
 # --- Reading --------------------------------------------------------------------------

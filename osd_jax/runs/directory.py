@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -424,7 +424,7 @@ def differences(
 ) -> list[tuple[str, Any, Any]]:
   """Lists (field, stored value, given value) for all fields outside `FREE`."""
   # Compared leaf by leaf, so that an error can name the field that differs.
-  before, after = _leaves(stored), _leaves(given)
+  before, after = dict(_leaves(stored)), dict(_leaves(given))
   return [
     (name, before.get(name, "nothing"), after.get(name, "nothing"))
     for name in dict.fromkeys((*before, *after))
@@ -450,9 +450,14 @@ def _plain(value: Any) -> Any:
   return f"{named.__module__}.{named.__qualname__}"
 
 
-def _leaves(value: Any) -> dict[str, Any]:
-  """Values by dotted names; null and an empty list count as values."""
-  is_leaf = lambda part: part is None or part == []
-  found, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf)
-  name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
-  return {name(path): leaf for path, leaf in found}
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+  """Yields (dotted name, value); an empty list counts as a value."""
+  if isinstance(value, Mapping):
+    parts = value.items()
+  elif isinstance(value, list) and value:
+    parts = enumerate(value)
+  else:
+    yield name, value
+    return
+  for key, part in parts:
+    yield from _leaves(part, f"{name}.{key}" if name else str(key))

@@ -79,9 +79,7 @@ class AdviseConfig(base.Config):
 def run(config: AdviseConfig, operative_config: str = "") -> runs.RunResult:
   """Replays every drafter on the log; an interrupted run starts over.
 
-  Args:
-    config: log and pair.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
   """
 
   def body(directory, console):
@@ -134,8 +132,8 @@ def read_log(
 ) -> tuple[list[EncodedExample], str]:
   """Reads the first answers of the log that fit, in its order.
 
-  Returns:
-    The answers, and a sentence about rows that were left out or cut; "" without any.
+  Returns them, and a sentence about rows that were left out or cut, "" if there are
+  none.
 
   Raises:
     InputError: no answer can be used.
@@ -182,11 +180,7 @@ def scored(
 def figures(course: replay.Course, costs: Costs, system: str) -> dict[str, Any]:
   """Returns the fastest K of a system, and its figures with this K.
 
-  Args:
-    course: what the system does on the log.
-    costs: of this machine.
-    system: plain decoding has K = 0 and the others more; a cache names its tokens in no
-      time.
+  Plain decoding has K = 0 and the others more; a cache names its tokens in no time.
   """
   tokens, found = course.tokens.sum(), []
   online = costs.online
@@ -228,11 +222,6 @@ def by_its_end(frozen: replay.Course, learned: replay.Course, drafted: int) -> s
   """Says what learning gained in the second half of the log; "" for a single answer.
 
   The mean over a log counts the answers before the draft had adapted.
-
-  Args:
-    frozen: the draft that does not learn.
-    learned: the draft that learns.
-    drafted: K.
   """
   half = slice(len(learned.right) // 2, None)
   if half.start == 0:
@@ -284,7 +273,6 @@ def _courses(
   drafted: int,
   shown: Any,
 ) -> dict[str, replay.Course]:
-  """Replays every system."""
   nothing = [np.zeros((1, int(row.mask.sum())), bool) for row in answers]
   task = shown.add_task("replay", total=len(answers), figures="")
   learned = replay.learned(

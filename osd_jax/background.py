@@ -73,11 +73,9 @@ class OrderedCalls:
   """
 
   def __init__(self, in_background: bool = False, max_pending: int = 1):
-    """Creates an empty queue.
+    """Creates an empty queue, whose calls run inside `add` unless `in_background`.
 
-    Args:
-      in_background: run calls on a thread of their own instead of inside `add`.
-      max_pending: number of calls that may be unfinished when `ready` returns.
+    At most `max_pending` calls are unfinished when `ready` returns.
     """
     self._worker = Worker("calls", low_priority=True) if in_background else None
     self._max_pending, self._failed = max_pending, False

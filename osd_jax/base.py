@@ -14,6 +14,7 @@ other families see the fields of `Model`.
 """
 
 import collections.abc
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -21,7 +22,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import flax.struct
@@ -72,6 +73,18 @@ class MissingExtraError(UserError, ImportError):
   """A missing library. The message names the extra that installs it."""
 
 
+@contextlib.contextmanager
+def extra(name: str, needed_by: str) -> Iterator[None]:
+  """Raises MissingExtraError if an import in the body fails; `name` is the extra."""
+  try:
+    yield
+  except ImportError as error:
+    raise MissingExtraError(
+      f"{needed_by} needs {error.name}; install the extra (pip install"
+      f" 'osd-jax[{name}]')."
+    ) from error
+
+
 class DiskError(UserError, OSError):
   """A file that cannot be written, for example because the disk is full."""
 
@@ -83,16 +96,12 @@ class Constraint:
   Constraints are declared on the field:
 
       rows: Annotated[int, AtLeast(1)] = 1
-
-  Attributes:
-    text: completes "expected an integer ...", or stands alone if `is_complete`.
-    holds: whether a value of the right type satisfies the constraint.
-    is_complete: whether `text` needs no noun in front.
   """
 
-  text: str
+  text: str  # completes "expected an integer ...", or stands alone if `is_complete`
+  # Whether a value of the right type satisfies the constraint.
   holds: Callable[[Any], bool]
-  is_complete: bool = False
+  is_complete: bool = False  # whether `text` needs no noun in front
 
 
 def AtLeast(bound: float) -> Constraint:
@@ -284,7 +293,7 @@ def as_tuples(value: Any) -> Any:
   return value
 
 
-def is_count(value: Any, least: int = 1) -> bool:
+def is_count(value: Any, least: int = 1) -> typing.TypeGuard[int]:
   """Whether a value is an integer of at least `least`; True and 2.0 are none."""
   is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
   return is_integer and bool(value >= least)
@@ -457,31 +466,24 @@ class Model:
 
 @flax.struct.dataclass
 class SamplingSettings:
-  """Settings of each row, as arrays, so that changing one recompiles nothing.
+  """Settings of each row, as arrays, so that changing one recompiles nothing."""
 
-  Attributes:
-    temperature: [B] float32; 0 means greedy.
-    top_k: [B] int32; keep the k most probable tokens; 0 keeps all.
-    top_p: [B] float32; keep the nucleus of this mass; 1 keeps all.
-    min_p: [B] float32; keep tokens that are at least this share as probable as the most
-      probable one; 0 keeps all.
-    repetition_penalty: [B] float32; the logits of tokens that the text before contains
-      are divided by it if positive, and else multiplied; 1 changes nothing.
-    seed: [B] uint32; every random draw is a function of (seed, position, purpose).
-    max_length: [B] int32; maximum number of emitted tokens.
-    speculative: [B] bool; False: nothing is proposed for the row: plain decoding.
-    owner: [B, 2] uint32; whose entries of the n-gram cache the row may use, and who
-      owns those of its answer: the halves of a number of 64 bits, 0 without an owner.
-  """
-
-  temperature: jax.Array
-  top_k: jax.Array
-  top_p: jax.Array
+  temperature: jax.Array  # [B] float32; 0 means greedy
+  top_k: jax.Array  # [B] int32; keep the k most probable tokens; 0 keeps all
+  top_p: jax.Array  # [B] float32; keep the nucleus of this mass; 1 keeps all
+  # [B] float32; keep tokens that are at least this share as probable as the most
+  # probable one; 0 keeps all.
   min_p: jax.Array
+  # [B] float32; the logits of tokens that the text before contains are divided by it if
+  # positive, and else multiplied; 1 changes nothing.
   repetition_penalty: jax.Array
+  # [B] uint32; every random draw is a function of (seed, position, purpose).
   seed: jax.Array
-  max_length: jax.Array
+  max_length: jax.Array  # [B] int32; maximum number of emitted tokens
+  # [B] bool; False: nothing is proposed for the row: plain decoding.
   speculative: jax.Array
+  # [B, 2] uint32; whose entries of the n-gram cache the row may use, and who owns those
+  # of its answer: the halves of a number of 64 bits, 0 without an owner.
   owner: jax.Array
 
 
@@ -559,42 +561,29 @@ class Records:
   Raw log-softmax (temperature 1, before top-k and top-p) of the k most probable tokens,
   in descending order, and the total probability of all others. Position t holds the
   distribution of the t-th emitted token.
-
-  Attributes:
-    log_probs: [..., T, k] float32.
-    ids: [..., T, k] uint16 or int32.
-    tail: [..., T] float32; total probability of tokens outside `ids`, 0 if k = V.
-    error: [..., T] bool; True where a drafted token was rejected.
   """
 
-  log_probs: jax.Array
-  ids: jax.Array
+  log_probs: jax.Array  # [..., T, k] float32
+  ids: jax.Array  # [..., T, k] uint16 or int32
+  # [..., T] float32; total probability of tokens outside `ids`, 0 if k = V.
   tail: jax.Array
-  error: jax.Array
+  error: jax.Array  # [..., T] bool; True where a drafted token was rejected
 
 
 @flax.struct.dataclass
 class DistillationBatch:
-  """Finished requests with their records, as rows for the distillation loss.
+  """Finished requests with their records, as rows for the distillation loss."""
 
-  Attributes:
-    source: [R, S] int32, padded with `Model.pad_id`.
-    target: [R, T] int32, emitted tokens with the same padding.
-    mask: [R, T] bool; emitted positions, including end-of-sequence.
-    records: `Records` with leading axis R.
-    weight: [R] float32; 0 for rows that only pad the batch.
-    target_states: [R, S, E] bfloat16, the target's hidden states of the source, for an
-      attached draft; None where they are not kept.
-    token_states: [R, T, E] bfloat16, the target's last hidden state before each token
-      of `target`, for drafts that read it; otherwise None.
-  """
-
-  source: jax.Array
-  target: jax.Array
-  mask: jax.Array
-  records: Records
-  weight: jax.Array
+  source: jax.Array  # [R, S] int32, padded with `Model.pad_id`
+  target: jax.Array  # [R, T] int32, emitted tokens with the same padding
+  mask: jax.Array  # [R, T] bool; emitted positions, including end-of-sequence
+  records: Records  # `Records` with leading axis R
+  weight: jax.Array  # [R] float32; 0 for rows that only pad the batch
+  # [R, S, E] bfloat16, the target's hidden states of the source, for an attached draft;
+  # None where they are not kept.
   target_states: jax.Array | None = None
+  # [R, T, E] bfloat16, the target's last hidden state before each token of `target`,
+  # for drafts that read it; otherwise None.
   token_states: jax.Array | None = None
 
   @property

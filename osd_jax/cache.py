@@ -29,40 +29,29 @@ from osd_jax import native
 
 @flax.struct.dataclass
 class KVCache:
-  """Keys and values of a target or draft; `cross_*` does not change after prefill.
+  """Keys and values of a target or draft; `cross_*` does not change after prefill."""
 
-  Attributes:
-    self_keys: per layer [B, H, T + K + 1, D]; tokens fed so far.
-    self_values: like self_keys.
-    cross_keys: per layer [B, H, S, D].
-    cross_values: like cross_keys.
-    cross_mask: [B, S] bool; real source tokens.
-    length: [B] int32; number of valid entries of self_keys in each row.
-    target_states: [B, S, E] bfloat16; the target's hidden states of the source, for an
-      attached draft; None if there is none.
-    token_states: for a draft that reads them, the last hidden state after each input:
-      of a target [B, T + K + 1, E], valid to `length`; of the draft itself [B, n, E],
-      of the inputs fed last. Otherwise None.
-  """
-
-  self_keys: tuple[jax.Array, ...]
-  self_values: tuple[jax.Array, ...]
-  cross_keys: tuple[jax.Array, ...]
-  cross_values: tuple[jax.Array, ...]
-  cross_mask: jax.Array
-  length: jax.Array
+  self_keys: tuple[jax.Array, ...]  # per layer [B, H, T + K + 1, D]; tokens fed so far
+  self_values: tuple[jax.Array, ...]  # like self_keys
+  cross_keys: tuple[jax.Array, ...]  # per layer [B, H, S, D]
+  cross_values: tuple[jax.Array, ...]  # like cross_keys
+  cross_mask: jax.Array  # [B, S] bool; real source tokens
+  length: jax.Array  # [B] int32; number of valid entries of self_keys in each row
+  # [B, S, E] bfloat16; the target's hidden states of the source, for an attached draft;
+  # None if there is none.
   target_states: jax.Array | None = None
+  # For a draft that reads them, the last hidden state after each input. Of a target:
+  # [B, T + K + 1, E], valid to `length`; of the draft itself: [B, n, E], of the inputs
+  # fed last. Otherwise None.
   token_states: jax.Array | None = None
 
   @classmethod
   def prefilled(cls, cross: Sequence, mask: jax.Array, length: int) -> "KVCache":
-    """The cache of rows after prefill, before any token is fed.
+    """The cache of rows after prefill, with room for `length` tokens in each.
 
-    Args:
-      cross: per layer, keys and values [B, H, S, D] that prefill computed. The entries
-        of fed tokens get the same number of heads, size and type.
-      mask: [B, S] bool; which of them may be attended to.
-      length: number of tokens per row that can be fed.
+    `cross` are, per layer, keys and values [B, H, S, D] that prefill computed; the
+    entries of fed tokens get the same number of heads, size and type. `mask` [B, S]
+    bool says which may be attended to.
     """
     cross_keys, cross_values = zip(*cross)
     rows, heads, _, size = cross_keys[0].shape
@@ -85,11 +74,8 @@ class KVCache:
 def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
   """Writes n new positions into each row, starting at the row's own length.
 
-  Args:
-    stored: [B, H, T, D], the keys or values of a layer.
-    new: [B, H, n, D], entries of the n new positions.
-    length: [B] int32; position of the first new entry. The caller guarantees
-      length + n <= T.
+  `stored` [B, H, T, D] are the keys or values of a layer, `new` [B, H, n, D] the new
+  entries. The caller guarantees length [B] + n <= T.
   """
   new = new.astype(stored.dtype)
   if not native.forms():
@@ -110,12 +96,8 @@ def select(stored: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> ja
   """Like `write` along any axis, but in one pass over `stored`, without slices.
 
   There is no loop over rows, and nothing moves if heads or rows are split over devices.
-
-  Args:
-    stored: [B, ..., T, ...], one row per request.
-    new: [B, ..., n, ...], n small.
-    start: [B] int32; rows whose start is T or more are not written.
-    axis: axis of the T positions (static).
+  Takes `stored` [B, ..., T, ...] and `new` [B, ..., n, ...] with a small n; rows whose
+  start [B] is T or more are not written.
   """
   return jax.lax.platform_dependent(
     stored,
@@ -162,13 +144,7 @@ def _summed(
 
 
 def insert_row(batch, row, slot: jax.Array):
-  """Returns the pytree with row `slot` replaced by the only row of another.
-
-  Args:
-    batch: pytree whose leaves are [B, ...].
-    row: the same pytree with leaves [1, ...].
-    slot: [1] int32, the row that is replaced.
-  """
+  """Returns a pytree of [B, ...] with row `slot` [1] replaced by one of [1, ...]."""
   return jax.tree.map(
     lambda many, one: jax.lax.dynamic_update_slice_in_dim(
       many, one.astype(many.dtype), slot[0], axis=0

@@ -33,28 +33,21 @@ _SHOWN = 20  # failures written to certificate.json
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """The first token of an output that differs from the expected token.
+  """The first token of an output that differs from the expected token."""
 
-  Attributes:
-    prompt: index of the prompt.
-    position: index in the output.
-    expected: token of plain decoding (bfloat16: the target's choice); None if plain
-      decoding had ended.
-    emitted: token of the speculative output; None if it had ended.
-    expected_score: float64 logit of the expected token. For a sampled request it is
-      divided by the temperature and includes the noise. None if the score was not
-      finite and was read back from a log.
-    emitted_score: the same for the emitted token; -inf outside top-k or top-p.
-    passes: whether the difference is a near tie.
-  """
-
-  prompt: int
-  position: int
+  prompt: int  # index of the prompt
+  position: int  # index in the output
+  # Token of plain decoding (bfloat16: the target's choice); None if plain decoding had
+  # ended.
   expected: int | None
-  emitted: int | None
+  emitted: int | None  # token of the speculative output; None if it had ended
+  # Float64 logit of the expected token. For a sampled request it is divided by the
+  # temperature and includes the noise. None if the score was not finite and was read
+  # back from a log.
   expected_score: float | None
+  # The same for the emitted token; -inf outside top-k or top-p.
   emitted_score: float | None
-  passes: bool
+  passes: bool  # whether the difference is a near tie
 
   def __str__(self) -> str:
     shown = [
@@ -69,25 +62,16 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-  """The verdict over some outputs; `a + b` is the verdict over both sets.
+  """The verdict over some outputs; `a + b` is the verdict over both sets."""
 
-  Attributes:
-    check: "token equality" or "near-tie audit".
-    outputs: number of outputs checked.
-    equal: outputs that are token for token as expected.
-    tokens: number of tokens checked.
-    near_ties: differences that pass.
-    failures: differences that do not pass, at most one per output.
-    broken: outputs that ended because the target's logits were not finite.
-  """
-
-  check: str = "token equality"
-  outputs: int = 0
-  equal: int = 0
-  tokens: int = 0
-  near_ties: int = 0
+  check: str = "token equality"  # "token equality" or "near-tie audit"
+  outputs: int = 0  # number of outputs checked
+  equal: int = 0  # outputs that are token for token as expected
+  tokens: int = 0  # number of tokens checked
+  near_ties: int = 0  # differences that pass
+  # Differences that do not pass, at most one per output.
   failures: tuple[Difference, ...] = ()
-  broken: int = 0
+  broken: int = 0  # outputs that ended because the target's logits were not finite
 
   @property
   def passed(self) -> bool:
@@ -98,15 +82,8 @@ class Certificate:
     return self.check == "near-tie audit" or self.near_ties <= allowed
 
   def __add__(self, other: "Certificate") -> "Certificate":
-    return Certificate(
-      self.check if self.outputs else other.check,
-      self.outputs + other.outputs,
-      self.equal + other.equal,
-      self.tokens + other.tokens,
-      self.near_ties + other.near_ties,
-      self.failures + other.failures,
-      self.broken + other.broken,
-    )
+    sums = {name: own + vars(other)[name] for name, own in vars(self).items()}
+    return Certificate(**{**sums, "check": (self if self.outputs else other).check})
 
   def row(self) -> dict[str, Any]:
     """Fields for a table; `failures` is a count."""
@@ -158,11 +135,9 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Certificate:
 def finish(verdict: Certificate, directory: runs.RunDirectory) -> bool:
   """Writes certificate.json, and marks the run as finished unless the verdict failed.
 
-  A failed run stays unfinished, so that repeating its command reports the failure
-  again instead of saying that there is nothing to do.
-
-  Returns:
-    Whether the verdict passed or nothing was checked.
+  A failed run stays unfinished, so that repeating its command reports the failure again
+  instead of saying that there is nothing to do. Returns whether the verdict passed or
+  nothing was checked.
   """
   if verdict.passed or not verdict.outputs:
     directory.finish()
@@ -217,13 +192,11 @@ class Certifier:
   def judge(
     self, answered: Iterable[tuple[Finished, Finished]], first: int = 0
   ) -> Certificate:
-    """Returns the certificate of some outputs.
+    """Returns the certificate of (plain, speculative) answers to the same requests.
 
-    Args:
-      answered: (plain, speculative) answers to the same requests. They are greedy or
-        use the coupling rule; under the other rules sampled answers agree in law only
-        and cannot be compared.
-      first: index of the first prompt, used in failures.
+    They are greedy or use the coupling rule; under the other rules sampled answers
+    agree in law only and cannot be compared. `first` is the index of the first prompt,
+    used in failures.
     """
     total = Certificate(self.check)
     judge = self._by_equality if self.check == "token equality" else self._by_audit
@@ -330,11 +303,7 @@ def penalized(
 ) -> np.ndarray:
   """Logits [T, V] of an answer after its repetition penalty; see `sampling.penalized`.
 
-  Args:
-    logits: [T, V] of the target.
-    settings: [1] settings of the request.
-    text: tokens before the answer that count.
-    emitted: [n] the tokens of the answer.
+  `text` are the tokens before the answer that count.
   """
   penalty = float(settings.repetition_penalty[0])
   if penalty == 1:
@@ -354,13 +323,10 @@ def scores(
   position: int,
   tolerance: float = NEAR_TIE,
 ) -> np.ndarray:
-  """The values whose arg max decoding emits at a position, in float64.
+  """The values whose arg max decoding emits at a position of the output, in float64.
 
-  Args:
-    logits: [V] float64, the target's row at this position.
-    settings: [1] settings of the request.
-    position: index of the token in the output.
-    tolerance: a token this close (relative) below the cut-off counts as inside.
+  `logits` [V] float64 are the target's row. A token that is as close as `tolerance`
+  (relative) below the cut-off counts as inside.
 
   Returns:
     [V] float64. For a greedy request the logits; otherwise logits / temperature plus

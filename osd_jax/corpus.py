@@ -27,18 +27,13 @@ SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 
 
 class TextSource(NamedTuple):
-  """Which model generates the texts.
+  """Which model generates the texts."""
 
-  Attributes:
-    sample_source: "teacher": the target; "student": the draft; "mix_request": one of
-      the two, drawn for each prompt; "mix_token": one of the two, drawn for each token.
-    mix_share: probability of the draft in a mix.
-    seed: seed of the draws of a mix.
-  """
-
+  # "teacher": the target; "student": the draft; "mix_request": one of the two, drawn
+  # for each prompt; "mix_token": one of the two, drawn for each token.
   sample_source: str = "teacher"
-  mix_share: float = 0.5
-  seed: int = 0
+  mix_share: float = 0.5  # probability of the draft in a mix
+  seed: int = 0  # seed of the draws of a mix
 
 
 def generate(
@@ -57,16 +52,8 @@ def generate(
   `bar` shows one task for each model. The target's states of the prompts are kept if
   they fit `STATES_BYTES`; otherwise an attached draft computes them in each step.
 
-  Args:
-    source: which model writes the texts.
-    decoding: shapes of the answers, and rows in flight.
-    sampling: of the first prompt.
-    pair: target and draft.
-    partition: mesh.
-    prompts: in the order of the rows.
-    bar: shows progress.
-    folder: where rows are written as they are made, see `CorpusRows`; rows that it
-      has are not made again. "" keeps them in memory only.
+  Rows are written to `folder` as they are made, see `CorpusRows`, and rows that it has
+  are not made again. "" keeps them in memory only.
 
   Raises:
     InputError: the folder has rows of another corpus.
@@ -85,7 +72,8 @@ def generate(
     return {i: one for i, one in zip(indices, asked, strict=True) if i not in made.rows}
 
   def add(index: int, row: base.DistillationBatch) -> None:
-    made.add(index, jax.device_get(_with_states(row, keeps)))
+    row = row if keeps else row.replace(target_states=None)
+    made.add(index, jax.device_get(row))
 
   try:
     _decode(pair, decoding, partition, left(~by_draft), add, bar)
@@ -96,7 +84,7 @@ def generate(
     by = _writer(source, pair) if by_draft.any() else pair
     _decode(by, unrecorded, partition, left(by_draft), texts.__setitem__, bar)
     order = sorted(texts)
-    written = [_with_states(texts[index], False) for index in order]
+    written = [texts[index].replace(target_states=None) for index in order]
     for index, row in zip(order, _score(pair, decoding, written), strict=True):
       made.add(index, row)
   finally:
@@ -148,11 +136,6 @@ def _made_from(
     "record_top_k": decoding.record_top_k,
     "token states": pair.draft.reads_tokens,
   }
-
-
-def _with_states(batch: base.DistillationBatch, keeps: bool) -> base.DistillationBatch:
-  """Returns an answer with the target's states of its prompt, or without them."""
-  return batch if keeps else batch.replace(target_states=None)
 
 
 def _by_draft(source: TextSource, count: int) -> np.ndarray:

@@ -65,7 +65,7 @@ class EvaluateConfig(session.RunConfig):
       "decoding": (
         self.decoding.record_top_k >= 1,
         "record_top_k >= 1: overlap is measured against the records",
-      ),
+      )
     }
 
 
@@ -122,9 +122,7 @@ class CertifyConfig(session.RunConfig):
 def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:
   """Measures every draft; an interrupted evaluation starts over.
 
-  Args:
-    config: prompts, drafts and shapes of the evaluation.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
   """
   sampling = generation_config.resolved(config.sampling, config.pair)
   config = dataclasses.replace(config, sampling=sampling)
@@ -135,9 +133,7 @@ def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:
 def certify(config: CertifyConfig, operative_config: str = "") -> runs.RunResult:
   """Checks that speculative outputs equal plain decoding's; see `RunResult.exact`.
 
-  Args:
-    config: prompts, drafts and shapes of the certificate.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
   """
   sampling = generation_config.resolved(config.sampling, config.pair)
   config = dataclasses.replace(config, sampling=sampling)
@@ -175,11 +171,7 @@ class Bench:
   """The target, its drafts and the prompts of one evaluation."""
 
   def __init__(self, config: EvaluateConfig):
-    """Loads the pairs and reads the prompts.
-
-    Raises:
-      ValueError: a draft does not fit the target.
-    """
+    """Loads the pairs and reads the prompts."""
     self.config = config
     self._sampling = generation_config.resolved(config.sampling, config.pair)
     paths = (config.pair.named("draft"), *config.drafts)
@@ -199,22 +191,18 @@ class Bench:
     """The target's own answers, with records."""
     return self._plain(self.config.decoding).run(self.requests)
 
-  def quality(self, answers: Sequence[Finished]) -> list[dict[str, Any]]:
-    """One row per task: how good the target's answers are."""
+  def quality(self, answers: Sequence[Finished]) -> Iterator[dict[str, Any]]:
+    """Yields one row per task: how good the target's answers are."""
     right = self._token_accuracies()
-    rows = []
     for task_id, places in self._tasks():
       part = [(self.prompts[place], answers[place]) for place in places]
       shares = [share for place in places if (share := right[place]) is not None]
-      rows.append(
-        {
-          "task": self._label(task_id),
-          "prompts": len(places),
-          **quality(part, self.vocabulary),
-          "token_accuracy": float(np.mean(shares)) if shares else None,
-        }
-      )
-    return rows
+      yield {
+        "task": self._label(task_id),
+        "prompts": len(places),
+        **quality(part, self.vocabulary),
+        "token_accuracy": float(np.mean(shares)) if shares else None,
+      }
 
   def drafts(
     self, answers: Sequence[Finished]
@@ -238,9 +226,8 @@ class Bench:
       checks.append(self._check(answers, served, server))
     return rows, checks
 
-  def speeds(self) -> list[dict[str, Any]]:
-    """Measured time of plain decoding and of every draft, for one row and several."""
-    rows = []
+  def speeds(self) -> Iterator[dict[str, Any]]:
+    """Yields the measured times of every draft, for one row in flight and several."""
     for count in dict.fromkeys((1, self.config.decoding.rows)):
       config = dataclasses.replace(self.config.decoding, rows=count)
       unrecorded = dataclasses.replace(config, record_top_k=0)
@@ -257,17 +244,14 @@ class Bench:
       for label, pair, (ms, tokens_per_call) in zip(
         self.labels, self.pairs, timed[1:], strict=True
       ):
-        rows.append(
-          {
-            "rows": count,
-            "draft": label,
-            "plain_ms_per_token": plain_ms,
-            "ms_per_token": ms,
-            "speed_up": plain_ms / ms,
-            **self._predicted(config, pair, tokens_per_call),
-          }
-        )
-    return rows
+        yield {
+          "rows": count,
+          "draft": label,
+          "plain_ms_per_token": plain_ms,
+          "ms_per_token": ms,
+          "speed_up": plain_ms / ms,
+          **self._predicted(config, pair, tokens_per_call),
+        }
 
   def _predicted(
     self, config: DecodingConfig, pair: pairs.Pair, tau: float
@@ -334,8 +318,7 @@ def time_requests(
 ) -> list[tuple[float, float]]:
   """Serves the same requests with each idle server, in blocks of `block` and in turn.
 
-  Returns:
-    For each server: milliseconds per emitted token, and tokens per target call.
+  Returns milliseconds per emitted token, and tokens per target call, of each server.
   """
   for server in servers:
     bucket = server.engine.config.bucket
@@ -359,13 +342,8 @@ def time_requests(
 
 def acceptance(served: Sequence[Finished]) -> dict[str, float | None]:
   """Acceptance rates of several requests, from the sums of their counters."""
-  accepted, drafted, tokens, calls = (
-    sum(counts)
-    for counts in zip(
-      *((d.accepted, d.drafted, len(d.tokens), d.target_calls) for d in served),
-      strict=True,
-    )
-  )
+  counts = [(d.accepted, d.drafted, len(d.tokens), d.target_calls) for d in served]
+  accepted, drafted, tokens, calls = map(sum, zip(*counts, strict=True))
   return {
     "draft_acceptance_rate": metrics.draft_acceptance_rate(accepted, drafted),
     "tokens_per_target_call": metrics.tokens_per_target_call(tokens, calls),
@@ -375,17 +353,13 @@ def acceptance(served: Sequence[Finished]) -> dict[str, float | None]:
 def quality(
   part: Sequence[tuple[EncodedExample, Finished]], vocabulary: Vocabulary
 ) -> dict[str, Any]:
-  """Compares answers with references and describes their form.
-
-  Args:
-    part: (prompt, answer) pairs of one task.
-    vocabulary: decodes both; exact match compares stripped texts.
+  """Compares the answers of one task with references and describes their form.
 
   Returns:
     `references`: the number of complete references (present and not truncated).
-    `exact_match`: share of those that the answer matches exactly. `ended`, `looping`:
-    shares of answers that end with end-of-sequence, and that repeat themselves.
-    `distinct`: distinct texts / answers. `output_tokens`: mean length.
+    `exact_match`: share of those that the answer matches exactly, without outer spaces.
+    `ended`, `looping`: shares of answers that end with end-of-sequence, and that repeat
+    themselves. `distinct`: distinct texts / answers. `output_tokens`: mean length.
   """
   texts = [vocabulary.decode(done.tokens).strip() for _, done in part]
   exact = [
@@ -436,17 +410,16 @@ def draft_labels(paths: Sequence[str]) -> list[str]:
 Draft = tuple[base.Model, base.Params]
 
 
-def _unrelated(pair: pairs.Pair) -> Draft:
-  return pair.target, jax.jit(pair.target.init)(jax.random.key(9))
-
-
 # Drafts to certify with. Exactness must not depend on the quality of the draft, so the
 # list runs from the target itself to a model with random parameters.
 DRAFTS: dict[str, Callable[[pairs.Pair], Draft]] = {
   "pair": lambda pair: (pair.draft, pair.draft_params),
   "target": lambda pair: (pair.target, pair.target_params),
   "perturbed": lambda pair: (pair.target, perturbed(pair.target_params, _NOISE)),
-  "unrelated": _unrelated,
+  "unrelated": lambda pair: (
+    pair.target,
+    jax.jit(pair.target.init)(jax.random.key(9)),
+  ),
 }
 
 

@@ -111,22 +111,15 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """Where a tensor is in a file.
+  """Where a tensor is in a file."""
 
-  Attributes:
-    kind: name of its type, such as "Q4_K".
-    shape: its shape.
-    start: first byte.
-    size: number of bytes.
-    heads: number of heads whose rows are interleaved, see `_in_halves`; 0 if none.
-    offset: is subtracted from the stored values; 1 for the norms of a Gemma.
-  """
-
-  kind: str
+  kind: str  # name of its type, such as "Q4_K"
   shape: tuple[int, ...]
-  start: int
-  size: int
+  start: int  # first byte
+  size: int  # number of bytes
+  # Number of heads whose rows are interleaved, see `_in_halves`; 0 if none.
   heads: int = 0
+  # Subtracted from the stored values; 1 for the norms of a Gemma.
   offset: float = 0.0
 
 
@@ -179,9 +172,7 @@ def is_short(tensor: Tensor) -> bool:
 def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
   """Reads a tensor: float32 as it is, float16 in float32, any other in bfloat16.
 
-  Raises:
-    InputError: the file ends inside the tensor.
-    MissingExtraError: the package gguf is not installed.
+  A file that ends inside the tensor is an InputError.
   """
   dtype = np.dtype(ml_dtypes.bfloat16 if is_short(tensor) else np.float32)
   count = int(np.prod(tensor.shape))
@@ -207,10 +198,11 @@ def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
 def _dequantised(data: np.ndarray, row: int, kind: str) -> np.ndarray:
   if kind == "BF16":
     return data.view(ml_dtypes.bfloat16).reshape(-1, row // 2)
-  gguf = _library("a tensor")
-  from gguf.quants import dequantize
+  with base.extra("gguf", "weights: a tensor"):
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
 
-  return dequantize(data.reshape(-1, row), gguf.GGMLQuantizationType[kind])
+  return dequantize(data.reshape(-1, row), GGMLQuantizationType[kind])
 
 
 def _in_halves(values: np.ndarray, heads: int) -> np.ndarray:
@@ -221,17 +213,6 @@ def _in_halves(values: np.ndarray, heads: int) -> np.ndarray:
   """
   paired = values.reshape(heads, -1, 2, *values.shape[1:])
   return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
-
-
-def _library(what: object) -> Any:
-  try:
-    import gguf
-  except ImportError as error:
-    raise base.MissingExtraError(
-      f"weights: {what} needs the package gguf; install the extra (pip install"
-      " 'osd-jax[gguf]')."
-    ) from error
-  return gguf
 
 
 def _damaged(path: Path, error: object) -> base.InputError:
@@ -252,7 +233,9 @@ def _refused(
 
 def _files(path: Path) -> dict[str, bytes]:
   """Reads a file; returns the content of the files in its folder."""
-  gguf = _library(path)
+  with base.extra("gguf", f"weights: {path}"):
+    import gguf
+
   try:
     reader = gguf.GGUFReader(path)
     metadata = _Metadata(path, reader.fields)
@@ -312,7 +295,6 @@ def _check_kinds(path: Path, tensors: list[Any]) -> None:
 def _config(
   metadata: _Metadata, architecture: str, tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The fields of config.json."""
   path, ends = metadata.path, metadata.required("tokenizer.ggml.eos_token_id")
   fields = {
     name: metadata.required(f"{architecture}.{key}") for name, key in _FIELDS.items()
@@ -406,7 +388,6 @@ def _places(
 
 
 def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
-  """The files of the tokenizer, by name."""
   get = lambda name, default=None: metadata.get(f"tokenizer.ggml.{name}", default)
   tokens, kinds = metadata.required("tokenizer.ggml.tokens"), get("token_type")
   kinds = kinds or [_NORMAL] * len(tokens)
@@ -495,18 +476,10 @@ def _byte_pairs(
 def byte_pairs(
   vocabulary: dict[str, int], merges: list[tuple[str, ...]], words: str
 ) -> Any:
-  """Makes a tokenizer of bytes, whose texts are split by a regular expression.
-
-  Raises:
-    MissingExtraError: the library tokenizers is not installed.
-  """
-  try:
+  """Makes a tokenizer of bytes, whose texts are split by a regular expression."""
+  with base.extra("llama", "Vocabulary.path: a tokenizer of bytes"):
     import tokenizers
-  except ImportError as error:
-    raise base.MissingExtraError(
-      "Vocabulary.path: a tokenizer of bytes needs the library tokenizers; install the"
-      " extra (pip install 'osd-jax[llama]')."
-    ) from error
+
   is_llama = words == _LLAMA3_WORDS
   models, parts = tokenizers.models, tokenizers.pre_tokenizers
   made = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_llama))

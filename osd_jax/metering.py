@@ -33,16 +33,10 @@ class Meter:
   ):
     """Compiles nothing yet.
 
-    Args:
-      pair: target and draft as loaded; that draft is the floor draft. If it is a cache,
-        the floor draft is the empty cache: prompt lookup.
-      decoding: shapes of decoding, as in the run.
-      sampling: sampling of the requests, which decides whether a certificate applies.
-      floor: whether the floor draft is measured on every request.
-      compare_every: n; one of n requests, chosen at random, is also served plainly and
-        with the floor draft. 0 compares none.
-      partition: device mesh on which the pair is placed.
-      seed: seed of the choice of compared requests.
+    The draft of the pair is the floor draft. If it is a cache, the floor draft is the
+    empty cache: prompt lookup. With `floor` it is measured on every request. One of
+    `compare_every` requests, chosen at random by the seed, is also served plainly and
+    with the floor draft; 0 compares none.
     """
     self._partition = partition
     self._pair, self._decoding, self._sampling = pair, decoding, sampling
@@ -86,12 +80,8 @@ class Meter:
   ) -> dict[str, Any]:
     """Returns the row of one request.
 
-    Args:
-      done: the answered request with its records.
-      query: the query of the stream that it answers.
-      index: number of requests that finished before it.
-      server: the server that answered. Its draft may have been swapped since.
-      beside: whether this runs on another thread while serving goes on.
+    `index` requests finished before it. The draft of the server may have been swapped
+    since. `beside`: this runs on another thread while serving goes on.
     """
     started, tokens = time.perf_counter(), len(done.tokens)
     row = {

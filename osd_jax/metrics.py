@@ -3,6 +3,7 @@
 `engine/agreement` measures how well a draft agrees with the target.
 """
 
+import collections
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,11 +24,9 @@ def predicted_speed_up(
 ) -> float:
   """Speed-up over plain decoding, tau / (K c + v); the paper assumes v = 1.
 
-  Args:
-    tau: tokens per target call, recovered and bonus tokens included.
-    num_draft_tokens: K, drafted tokens per round.
-    cost_ratio: c, time of a draft step / time of a plain target step.
-    verify_ratio: v, time of a verification / time of a plain target step.
+  Tau is the number of tokens per target call, recovered and bonus tokens included; c is
+  the time of a draft step, and v that of a verification, divided by the time of a plain
+  target step.
   """
   return tau / (num_draft_tokens * cost_ratio + verify_ratio)
 
@@ -37,22 +36,15 @@ def loops(tokens: np.ndarray, size: int = 8, times: int = 4) -> bool:
 
   Occurrences may overlap, so one token that is repeated many times is a loop too.
   """
-  seen: dict[tuple[int, ...], int] = {}
-  for start in range(len(tokens) - size + 1):
-    # Counts n-grams: a loop of any period up to the text's length repeats its windows.
-    window = tuple(int(token) for token in tokens[start : start + size])
-    seen[window] = seen.get(window, 0) + 1
-  return max(seen.values(), default=0) >= times
+  # Counts n-grams: a loop of any period up to the text's length repeats its windows.
+  windows = zip(*(tokens[start:].tolist() for start in range(size)), strict=False)
+  return max(collections.Counter(windows).values(), default=0) >= times
 
 
 def segment_summary(
   rows: list[Mapping[str, float]], edge: int = 50
 ) -> dict[str, float | int]:
-  """Means over the first, the last and all requests of a segment.
-
-  Args:
-    rows: request rows of one segment, in order.
-    edge: number of requests in the first and in the last mean.
+  """Means over the first and last `edge` requests, and over all requests of a segment.
 
   Returns:
     The number of requests, and `FIELD_first`, `FIELD_last` and `FIELD_mean` for four

@@ -14,10 +14,7 @@ from osd_jax import corpus as corpus_lib
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation import update as updates
 from osd_jax.engine import agreement, generation_config
-from osd_jax.engine.requests import (
-  DecodingConfig,
-  Finished,
-)
+from osd_jax.engine.requests import DecodingConfig, Finished
 from osd_jax.report import page, progress
 
 LOG_EVERY = 20  # steps between log rows
@@ -93,9 +90,7 @@ class OfflineConfig(session.RunConfig):
 def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
   """Generates texts, learns on them and saves the draft.
 
-  Args:
-    config: corpus, models, update and output of the run.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
   """
   runs.check_output("OfflineConfig.output", config.output)
   if config.texts:
@@ -160,9 +155,7 @@ class OfflineLoop:
     self._losses: list[Any] = []
     self._log = runs.MetricsLog(directory.metrics_path)
     self._checkpointer = runs.Checkpointer(
-      directory.checkpoints_path,
-      logs=[self._log],
-      models=self.pair.named_params,
+      directory.checkpoints_path, logs=[self._log], models=self.pair.named_params
     )
     self._restore()
 
@@ -211,8 +204,7 @@ class OfflineLoop:
   def step(self) -> str | None:
     """One optimiser step, and the logs and checkpoints that are due after it.
 
-    Returns:
-      Figures for the progress bar; None after the last step.
+    Returns figures for the progress bar, or None after the last step.
     """
     config = self.config
     if self.steps_taken == config.steps:
@@ -316,13 +308,10 @@ class OfflineLoop:
 
 
 def shuffled(count: int, start: int, size: int, seed: int) -> np.ndarray:
-  """Part of the endless sequence of shuffled epochs of `count` rows.
+  """[size] row indices: part of an endless sequence of shuffled epochs of `count` rows.
 
   The order of an epoch depends only on the seed and the number of the epoch, so a
   continued run draws the same rows.
-
-  Returns:
-    [size] row indices.
   """
   epochs = range(start // count, (start + size - 1) // count + 1)
   orders = [np.random.default_rng([seed, 2, e]).permutation(count) for e in epochs]

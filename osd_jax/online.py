@@ -27,11 +27,7 @@ from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig, Outcome
 from osd_jax.engine import generation_config, measurement
 from osd_jax.engine.replicas import ReplicaConfig
-from osd_jax.engine.requests import (
-  DecodingConfig,
-  Finished,
-  Request,
-)
+from osd_jax.engine.requests import DecodingConfig, Finished, Request
 from osd_jax.engine.server import Server
 from osd_jax.report import progress
 from osd_jax.runs.logbook import Logbook
@@ -110,9 +106,7 @@ class OnlineConfig(session.RunConfig):
 def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:
   """Serves the whole stream, or continues the interrupted run of the same directory.
 
-  Args:
-    config: stream, models, learning and outputs of the run.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
 
   Returns:
     The run directory, and whether every checked output equals the target's.
@@ -156,11 +150,8 @@ class OnlineLoop:
   ):
     """Loads the pair, fills the buffer, and restores a checkpoint if there is one.
 
-    Args:
-      config: stream, models, learning and outputs of the run.
-      directory: folder of the run, opened for writing.
-      announce: shows the text of an alarm.
-      shows: shows what is done inside a `with` block.
+    `announce` shows the text of an alarm, and `shows` what is done inside a `with`
+    block.
     """
     self.config, self.directory = config, directory
     self._sampling = generation_config.resolved(config.sampling, config.pair)
@@ -231,8 +222,7 @@ class OnlineLoop:
   def step(self) -> list[dict[str, Any]] | None:
     """Runs one jitted call of decoding and processes the answers that it finished.
 
-    Returns:
-      Log records of requests; None after the end of the stream.
+    Returns their log records, or None after the end of the stream.
     """
     answers = next(self._served, None)
     for message in self.server.engine.messages():
@@ -247,7 +237,7 @@ class OnlineLoop:
       self._answered += 1
     self._rows += self._calls.ready()
     if answers is None or self._checkpointer.due(self._answered):
-      self._finish_processing()
+      self._rows += self._calls.wait()
     # Without a new answer the state is that of the last checkpoint.
     if self._rows and self._checkpointer.due(self.finished):
       self.checkpoint()
@@ -292,10 +282,6 @@ class OnlineLoop:
     row["metering_beside_ms" if beside else "gate_ms"] += spent
     return rivals
 
-  def _finish_processing(self) -> None:
-    """Waits until all answers are processed."""
-    self._rows += self._calls.wait()
-
   def _processes_in_background(self) -> bool:
     """Whether answers are processed on another thread while serving goes on.
 
@@ -308,7 +294,7 @@ class OnlineLoop:
 
   def checkpoint(self) -> None:
     """Saves the current step if it has not been saved yet."""
-    self._finish_processing()
+    self._rows += self._calls.wait()
     # The rows in flight must be saved with the draft that decodes them from here on.
     self.server.swap_pending()
     arrays, server = self.server.state()
@@ -322,13 +308,13 @@ class OnlineLoop:
 
   def wait(self) -> None:
     """Waits for all background work: processing, updates and the last checkpoint."""
-    self._finish_processing()
+    self._rows += self._calls.wait()
     self.server.wait()
     self._checkpointer.wait()
 
   def close(self, wall_seconds: float) -> None:
     """Takes the last update; writes the summary and the adapted draft."""
-    self._finish_processing()
+    self._rows += self._calls.wait()
     self._calls.close()
     # The checkpoints are completed first, so that a failed write is reported before
     # the results exist.
@@ -405,8 +391,7 @@ class OnlineLoop:
   def _begin(self) -> float:
     """Logs the data, fills the buffer, and measures costs before the first request.
 
-    Returns:
-      Milliseconds that measuring costs took.
+    Returns the milliseconds that measuring costs took.
     """
     config = self.config
     runs.check_space(config, self.server.state()[0])

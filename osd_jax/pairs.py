@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,31 +107,21 @@ class PairConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-  """A loaded pair, placed on the mesh.
-
-  Attributes:
-    target: the target model.
-    target_params: its parameters, in the layout that decoding reads.
-    rescoring_target: the target in float64, for certificates; needs `jax.enable_x64`.
-    draft: the draft model; None in `plain()`.
-    draft_params: its parameters.
-    draft_config: shape of the draft, for `save_draft`; None for user-defined drafts and
-      for a cache.
-    vocabulary: the vocabulary of both.
-    identity: identity of the target, for attached drafts; None for user-defined
-      targets.
-    sibling: name of the target that the draft was attached to, if it is another one of
-      the same sizes; otherwise "".
-  """
+  """A loaded pair, placed on the mesh."""
 
   target: base.Model
-  target_params: base.Params
+  target_params: base.Params  # its parameters, in the layout that decoding reads
+  # The target in float64, for certificates; needs `jax.enable_x64`.
   rescoring_target: base.Model
-  draft: base.Model
+  draft: base.Model  # None in `plain()`
   draft_params: base.Params
+  # Shape of the draft, for `save_draft`; None for user-defined drafts and for a cache.
   draft_config: ModelConfig | AttachedConfig | None
-  vocabulary: Vocabulary
+  vocabulary: Vocabulary  # the vocabulary of both
+  # Identity of the target, for attached drafts; None for user-defined targets.
   identity: weights.Identity | None = None
+  # Name of the target that the draft was attached to, if it is another one of the same
+  # sizes; otherwise "".
   sibling: str = ""
 
   def plain(self) -> "Pair":
@@ -166,11 +157,7 @@ class Pair:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
 
   def save_draft(
-    self,
-    path: str | Path,
-    params: base.Params,
-    notes: str,
-    storage: str = "float32",
+    self, path: str | Path, params: base.Params, notes: str, storage: str = "float32"
   ) -> Path:
     """Writes parameters of the draft to a file.
 
@@ -322,11 +309,7 @@ def adapts_untrained(config: PairConfig | Pair) -> bool:
 
 
 def load_vocabulary(config: PairConfig) -> Vocabulary:
-  """Loads the vocabulary of a config, without the sentinels that it does not state.
-
-  Raises:
-    InputError: the files are missing or cannot be read.
-  """
+  """Loads the vocabulary of a config, without the sentinels that it does not state."""
   path = config.path("vocabulary")
   return Vocabulary.load(
     path, config.extra_ids or 0, config.chat_template, config.template_variables
@@ -334,41 +317,32 @@ def load_vocabulary(config: PairConfig) -> Vocabulary:
 
 
 def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
-  """The shape of "target" or "draft", from the header of its file or config.json.
-
-  Raises:
-    InputError: the file is missing or has no shape.
-  """
+  """The shape of "target" or "draft", from the header of its file or config.json."""
   path = config.path(field)
+  kind = hugging_face if folders.holds_model(path) else weights
+  with _errors(field):
+    return kind.shape_of(path)
+
+
+def bfloat16_of(config: PairConfig) -> frozenset[str]:
+  """Paths of the target's parameters that are stored in bfloat16, and stay so."""
+  path = config.path("target")
+  kind = hugging_face if folders.holds_model(path) else weights
+  with _errors("target"):
+    return kind.bfloat16_of(path)
+
+
+@contextlib.contextmanager
+def _errors(field: str) -> Iterator[None]:
+  """Names the field in errors of the body."""
   try:
-    if folders.holds_model(path):
-      return hugging_face.shape_of(path)
-    return weights.shape_of(path)
+    yield
   except base.InputError as error:
     raise base.InputError(f"PairConfig.{field}: {error}") from error
 
 
-def bfloat16_of(config: PairConfig) -> frozenset[str]:
-  """Paths of the target's parameters that are stored in bfloat16, and stay so.
-
-  Raises:
-    InputError: see `shape_of`.
-  """
-  path = config.path("target")
-  try:
-    if folders.holds_model(path):
-      return hugging_face.bfloat16_of(path)
-    return weights.bfloat16_of(path)
-  except base.InputError as error:
-    raise base.InputError(f"PairConfig.target: {error}") from error
-
-
 def with_state_layer(config: PairConfig, shape: ModelConfig) -> ModelConfig:
-  """The target's shape with `PairConfig.state_layer`.
-
-  Raises:
-    InputError: the target has no such layer, or it has an encoder.
-  """
+  """The target's shape with `PairConfig.state_layer`, or an InputError."""
   if not config.state_layer:
     return shape
   has_encoder = isinstance(shape, T5Config | T5GemmaConfig)
@@ -387,11 +361,7 @@ def check_vocabulary(
 ) -> None:
   """Raises InputError unless weights fit a vocabulary.
 
-  Args:
-    config: the config that names both, for the error message.
-    field: its field with the path of the weights.
-    held: the weights, with their vocabulary's fingerprint.
-    vocabulary: the vocabulary that was loaded from the config.
+  The error names the config, and its `field` with the path of the weights.
   """
   name, path = type(config).__name__, getattr(config, field)
   own, is_causal = vocabulary.path, not isinstance(held.config, T5Config)
@@ -466,10 +436,8 @@ def _draft(
     return weights.AttachedWeights(config.attached, params, identity.fingerprint)
   path = config.path("draft")
   if weights.is_attached(path):
-    try:
+    with _errors("draft"):
       return attached.load(path, identity, config.sibling_draft)
-    except base.InputError as error:
-      raise base.InputError(f"PairConfig.draft: {error}") from error
   draft = _read(config, "draft", path)
   check_vocabulary(config, "draft", draft, vocabulary)
   if type(target.config) is not type(draft.config):
@@ -509,10 +477,8 @@ def _draft_model(
 
 def _read(config: PairConfig, field: str, path: Path) -> weights.Weights:
   read = hugging_face.read if folders.holds_model(path) else weights.load
-  try:
+  with _errors(field):
     # A draft is trained in float32; a target is kept in the type of its file.
     held = read(path, as_stored=field == "target")
-  except base.InputError as error:
-    raise base.InputError(f"PairConfig.{field}: {error}") from error
   shape = dataclasses.replace(held.config, dtype=config.dtype)
   return dataclasses.replace(held, config=shape)

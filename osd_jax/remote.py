@@ -33,9 +33,7 @@ def is_remote(path: str | Path) -> bool:
 def fetched(address: str, setting: str) -> Path:
   """Returns a local copy of a remote file or folder; only changed files are copied.
 
-  Args:
-    address: URL of the file or folder.
-    setting: name of the field that holds the URL, for errors.
+  `setting` is the name of the field that holds the URL, for errors.
 
   Raises:
     InputError: the URL does not exist or cannot be read.
@@ -98,11 +96,7 @@ class Mirror:
   """
 
   def __init__(self, address: str):
-    """Names the folder of a URL; copies nothing yet.
-
-    Raises:
-      InputError: fsspec does not support such a URL.
-    """
+    """Names the folder of a URL; copies nothing yet."""
     self.address = address.rstrip("/")
     self.folder = _cache(self.address) / _name(self.address)
     self._notes = self.folder.parent / "mirrored.json"
@@ -116,10 +110,8 @@ class Mirror:
     """Downloads the remote folder unless it is what this machine last uploaded.
 
     If the remote folder was removed after an upload, the run begins again. Local files
-    that are replaced are moved into the folder `removed`, so that nothing is lost.
-
-    Args:
-      sign: name of a file; a remote folder without it is not a run and is ignored.
+    that are replaced are moved into the folder `removed`, so that nothing is lost. A
+    remote folder without a file called `sign` is not a run and is ignored.
     """
     with _errors(self.address, "run_directory"):
       found = _files(self.address)

@@ -25,21 +25,16 @@ ROWS = 16  # answers that a draft which does not learn is asked about at once
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-  """What a drafter did with some answers, one after another.
+  """What a drafter did with some answers, one after another."""
 
-  Attributes:
-    overlap: [N] distribution overlap with each answer, before learning from it.
-    right: for each answer [K, n] bool: whether the j-th drafted token of a call,
-      counted from 0, is the answer's token at a position. Drafts that read no states of
-      tokens have K equal rows.
-    updates: updates of the draft.
-    slices: their slices.
-  """
-
+  # [N] distribution overlap with each answer, before learning from it.
   overlap: np.ndarray
+  # For each answer [K, n] bool: whether the j-th drafted token of a call, counted from
+  # 0, is the answer's token at a position. Drafts that read no states of tokens have K
+  # equal rows.
   right: tuple[np.ndarray, ...]
-  updates: int = 0
-  slices: int = 0
+  updates: int = 0  # updates of the draft
+  slices: int = 0  # their slices
 
   @property
   def tokens(self) -> np.ndarray:
@@ -72,11 +67,10 @@ class Course:
 def walk(right: np.ndarray) -> tuple[int, np.ndarray]:
   """Returns the target calls of one answer, and where they rejected a token.
 
+  `right` is [K, n], see `Course`.
+
   >>> walk(np.array([[True, True, False, True]] * 2))
   (2, array([False, False,  True, False]))
-
-  Args:
-    right: [K, n], see `Course`.
   """
   drafted, length = right.shape
   place = count = 0
@@ -96,14 +90,7 @@ def frozen(
   answers: Sequence[base.DistillationBatch],
   num_draft_tokens: int,
 ) -> Course:
-  """Replays a draft that does not learn.
-
-  Args:
-    draft: the draft.
-    params: its parameters.
-    answers: one greedy answer each, with records.
-    num_draft_tokens: K, the most that a call drafts.
-  """
+  """Replays a draft that does not learn, on greedy answers with records."""
   overlaps, rights = [], []
   for start in range(0, len(answers), ROWS):
     part = list(answers[start : start + ROWS])
@@ -144,24 +131,21 @@ def learned(
   costs: Costs | None = None,
   on_answer: Callable[[float, Learner], object] = lambda overlap, learner: None,
 ) -> Course:
-  """Replays a draft that learns from every answer; the pair stays as it is.
+  """Replays a draft that learns from every greedy answer; the pair stays as it is.
 
-  Args:
-    pair: target and draft.
-    answers: one greedy answer each, with records; read one by one.
-    learning: buffer, updates, their schedule, and the gate.
-    num_draft_tokens: K.
-    seen: rows that fill the buffer first.
-    costs: for a schedule that needs them.
-    on_answer: called after each answer with the overlap of the serving draft and the
-      learner, whose `decision` it may take.
+  The answers have records and are read one by one; the rows in `seen` fill the buffer
+  first. `costs` are for a schedule that needs them. `on_answer` is called after each
+  answer with the overlap of the serving draft and the learner, whose `decision` it may
+  take.
   """
   learning = dataclasses.replace(learning, free_updates=False)
   draft, learner = pair.draft, None
   overlaps, rights, slices = [], [], []
   for answer in answers:
     if learner is None:
-      learner = _learner(pair, answer, learning)
+      lengths = answer.source.shape[1], answer.target.shape[1]
+      kept = answer.records.ids.shape[-1]
+      learner = Learner(draft, pair.draft_params, learning, *lengths, kept)
       learner.seed(seen)
       learner.costs = costs
     found = jax.device_get(_score(draft, learner.serving, answer, num_draft_tokens))
@@ -170,7 +154,11 @@ def learned(
       name: float(_score(draft, params, answer, num_draft_tokens)[0][0])
       for name, params in learner.rivals.items()
     }
-    row = _with_errors(answer, walk(right)[1])
+    # The records say where this draft was rejected.
+    rejected = walk(right)[1]
+    error = np.zeros(answer.records.error.shape, bool)
+    error[0, : len(rejected)] = rejected
+    row = answer.replace(records=answer.records.replace(error=error))
     outcome = learner.observe(row, overlap, rivals=rivals)
     if outcome is not None:
       slices.append(len(outcome.losses))
@@ -181,14 +169,6 @@ def learned(
     learner.finish()
     learner.runner.close()
   return Course(np.asarray(overlaps), tuple(rights), len(slices), sum(slices))
-
-
-def _learner(
-  pair: pairs.Pair, answer: base.DistillationBatch, learning: LearningConfig
-) -> Learner:
-  lengths = answer.source.shape[1], answer.target.shape[1]
-  kept = answer.records.ids.shape[-1]
-  return Learner(pair.draft, pair.draft_params, learning, *lengths, kept)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_draft_tokens"))
@@ -215,12 +195,3 @@ def _score(
 
 def _length(row: base.DistillationBatch) -> int:
   return int(np.count_nonzero(np.asarray(row.mask[0])))
-
-
-def _with_errors(
-  row: base.DistillationBatch, rejected: np.ndarray
-) -> base.DistillationBatch:
-  """Returns a row whose records say where this draft was rejected."""
-  error = np.zeros(row.records.error.shape, bool)
-  error[0, : len(rejected)] = rejected
-  return row.replace(records=row.records.replace(error=error))

@@ -42,11 +42,8 @@ class RunConfig(base.Config):
 def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunResult:
   """Runs a command in its run directory, unless that run is already finished.
 
-  Args:
-    config: config of the command; has `run_directory` and `overwrite`.
-    operative_config: gin text stored in the run directory.
-    seed: the run's seed, stored in provenance.json.
-    body: the work of the command.
+  The directory stores the config, which has `run_directory` and `overwrite`, the
+  `operative_config` as gin text, and the seed.
 
   Returns:
     The run directory, and whether all checked outputs equal the target's.

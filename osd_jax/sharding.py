@@ -64,14 +64,10 @@ class PartitionConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class Partitioner:
-  """Places parameters and rows on a mesh. Hashable, so it can be a static argument.
+  """Places parameters and rows on a mesh. Hashable, so it can be a static argument."""
 
-  Attributes:
-    mesh: mesh with axes "data" and "model".
-    whole_draft: a draft with at most this many parameters is replicated.
-  """
-
-  mesh: Mesh
+  mesh: Mesh  # mesh with axes "data" and "model"
+  # A draft with at most this many parameters is replicated.
   whole_draft: int = WHOLE_DRAFT
 
   @property
@@ -228,11 +224,7 @@ def _map_dimensions(function: Callable[[Any], Any], model: base.Model) -> Any:
 
 @functools.cache
 def make(config: PartitionConfig = PartitionConfig()) -> Partitioner:
-  """Returns a partitioner over the first data * model devices.
-
-  Raises:
-    InputError: there are not enough devices.
-  """
+  """Returns a partitioner over data * model devices; InputError if there are fewer."""
   if config.cpu_threads is not None:
     _start(config.cpu_threads)
   return over(config, jax.devices())
@@ -274,13 +266,9 @@ def join(
   """Connects this process to the others that serve together; call before JAX starts.
 
   All processes run the same program over the same stream. Each has devices of its own,
-  and the mesh spans the devices of all.
-
-  Args:
-    coordinator: "HOST:PORT" of the first process; None lets the cluster provide all
-      three arguments (TPU pods, Slurm, Open MPI).
-    num_processes: number of processes that join.
-    process_id: index of this process, starting at 0.
+  and the mesh spans the devices of all. `coordinator` is "HOST:PORT" of the first
+  process; None lets the cluster provide all three arguments (TPU pods, Slurm, Open
+  MPI). `process_id` starts at 0.
 
   Raises:
     InputError: the processes could not connect.
@@ -397,11 +385,9 @@ def map_vocab_shards(
 ) -> Any:
   """Runs `compute` on each vocabulary shard; call it while tracing within a mesh.
 
-  Args:
-    compute: (part [b, n, V / shards], index of the part []) -> arrays [b, n, ...].
-      They must be equal on all devices that hold parts of the same rows, which
-      `jax.lax.all_gather` over "model" ensures.
-    logits: [B, n, V]; the mesh divides V (`vocab_shards`).
+  `compute` maps (part [b, n, V / shards], index of the part []) to arrays [b, n, ...].
+  They must be equal on all devices that hold parts of the same rows, which
+  `jax.lax.all_gather` over "model" ensures. The mesh divides V, see `vocab_shards`.
   """
   mesh = jax.sharding.get_abstract_mesh()
   rows = None if logits.shape[0] % mesh.shape["data"] else "data"

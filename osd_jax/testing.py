@@ -50,16 +50,11 @@ TINY_LLAMA_DRAFT = dataclasses.replace(
 
 @flax.struct.dataclass
 class TabularCache:
-  """Tokens that were fed to a tabular model.
+  """Tokens that were fed to a tabular model."""
 
-  Attributes:
-    tokens: [B, T] int32.
-    length: [B] int32.
-    shift: [B] int32, what the prompt adds to the context; None if it is ignored.
-  """
-
-  tokens: jax.Array
-  length: jax.Array
+  tokens: jax.Array  # [B, T] int32
+  length: jax.Array  # [B] int32
+  # [B] int32, what the prompt adds to the context; None if it is ignored.
   shift: jax.Array | None = None
 
 
@@ -128,13 +123,7 @@ def tabular_model(
 
 
 def random_table(vocab_size: int, seed: int, *, sharpness: float = 1.0) -> np.ndarray:
-  """Returns logits [V, V, V] for `tabular_model`; end-of-sequence is never emitted.
-
-  Args:
-    vocab_size: V, the size of all three axes.
-    seed: seed of the normally distributed logits.
-    sharpness: standard deviation of the logits.
-  """
+  """Returns logits [V, V, V], normal with standard deviation `sharpness`."""
   rng = np.random.default_rng(seed)
   table = sharpness * rng.normal(size=(vocab_size,) * 3)
   # Outputs then have their full length, which makes counts of tokens predictable.

@@ -376,8 +376,8 @@ FAULTS = [
   ),
   Fault(
     "each trained step goes on from the target's states",
-    "before = None if states is None else _later(states)",
-    "before = None if states is None else _later(token_states)",
+    "before = jnp.pad(states, ",
+    "before = jnp.pad(token_states, ",
     "tests/models/test_attached.py -k trained_steps",
   ),
   # Drafting with an adaptive K.
@@ -537,7 +537,7 @@ FAULTS = [
   ),
   Fault(
     "a checkpoint does not wait until all answers are processed",
-    "    self._finish_processing()\n    # The rows in flight",
+    "    self._rows += self._calls.wait()\n    # The rows in flight",
     "    # The rows in flight",
     ONLINE,
   ),

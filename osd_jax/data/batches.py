@@ -53,32 +53,21 @@ class BatchConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncodedExample:
-  """One example of a corpus as token ids.
+  """One example of a corpus as token ids."""
 
-  Attributes:
-    tokens: [n] int32, the prompt as the models read it.
-    task_id: index of its task in the config.
-    reference: [m] int32, with end-of-sequence unless it was cut; empty if there is
-      none.
-  """
-
-  tokens: np.ndarray
-  task_id: int
+  tokens: np.ndarray  # [n] int32, the prompt as the models read it
+  task_id: int  # index of its task in the config
+  # [m] int32, with end-of-sequence unless it was cut; empty if there is none.
   reference: np.ndarray
 
 
 class Corpus(list[EncodedExample]):
-  """The examples of a corpus in a seeded order. Made by `read_corpus`.
+  """The examples of a corpus in a seeded order. Made by `read_corpus`."""
 
-  Attributes:
-    report: `examples.report` by name of the task. The counts are `skipped`,
-      `without_reference` (left out), and `cut_prompts` and `cut_references` among the
-      `kept` examples.
-    sentences: the same report, one sentence for each task with such examples.
-  """
-
+  # `examples.report` by name of the task. The counts are `skipped`, `without_reference`
+  # (left out), and `cut_prompts` and `cut_references` among the `kept` examples.
   report: dict[str, dict[str, Any]]
-  sentences: list[str]
+  sentences: list[str]  # the same report, one sentence for each task with such examples
 
 
 def read_corpus(
@@ -87,17 +76,10 @@ def read_corpus(
   count: int | None = None,
   require_reference: bool = False,
 ) -> Corpus:
-  """Reads every example of a corpus once; `config.batch_size` is not used.
+  """Reads every example of a corpus once, at most `count`; `batch_size` is not used.
 
-  Args:
-    config: tasks, lengths and seed.
-    vocabulary: encodes the texts.
-    count: at most so many examples are returned; None returns all.
-    require_reference: leaves out examples without a reference.
-
-  Raises:
-    InputError: missing files, or a task without usable examples.
-    MissingExtraError: a source that needs an extra which is not installed.
+  With `require_reference`, examples without a reference are left out. Raises as
+  `TaskExamples`.
   """
   tasks = [TaskExamples(task, vocabulary) for task in config.tasks]
   # Token ids are computed on demand: of a large corpus only the kept examples are

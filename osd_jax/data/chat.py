@@ -19,13 +19,9 @@ FILE, _FIELD = "chat_template.jinja", "chat_template"
 
 
 class Conversation(str):
-  """A prompt of several messages; as a text, one line per message.
+  """A prompt of several messages; as a text, one line per message."""
 
-  Attributes:
-    messages: mappings with "role" and "content".
-  """
-
-  messages: tuple[dict[str, str], ...]
+  messages: tuple[dict[str, str], ...]  # mappings with "role" and "content"
 
   def __new__(cls, messages: Sequence[Mapping[str, str]]) -> "Conversation":
     lines = (f"{message['role']}: {message['content']}" for message in messages)
@@ -90,22 +86,16 @@ def own_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | Non
 def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], str]:
   """Returns a function that applies a template to a prompt.
 
-  Args:
-    template: Jinja, in the form that transformers uses.
-    special_tokens: texts of the tokens that it may refer to, such as `bos_token`.
+  `special_tokens` are the texts of the tokens that it may refer to, such as
+  `bos_token`.
 
   Raises:
     InputError: the template is invalid or fails on a prompt.
     MissingExtraError: jinja2 is not installed.
   """
-  try:
+  with base.extra("llama", "PairConfig.chat_template"):
     from jinja2 import TemplateError, ext, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-  except ImportError as error:
-    raise base.MissingExtraError(
-      "PairConfig.chat_template needs jinja2; install the extra (pip install"
-      " 'osd-jax[llama]')."
-    ) from error
 
   def refuse(message: str) -> None:
     raise TemplateError(message)

@@ -104,19 +104,12 @@ class TaskConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-  """One usable example as text.
+  """One usable example as text."""
 
-  Attributes:
-    location: "file:line", or "name of the data set:number".
-    example_id: the example's own field `id`, or its location without the folder.
-    prompt: the text that the target answers.
-    reference: the data set's own answer; "" if it has none.
-  """
-
-  location: str
-  example_id: str
-  prompt: str
-  reference: str = ""
+  location: str  # "file:line", or "name of the data set:number"
+  example_id: str  # the example's own field `id`, or its location without the folder
+  prompt: str  # the text that the target answers
+  reference: str = ""  # the data set's own answer; "" if it has none
 
 
 def topic_task(topic: str, split: str = "train", rows: int | None = None) -> TaskConfig:
@@ -147,11 +140,9 @@ def topic_examples(topic: str, split: str, count: int) -> list[Example]:
 
 
 def texts(task: TaskConfig, skipped: list[str] | None = None) -> Iterator[Example]:
-  """Yields the usable examples of a task in the order of the source.
+  """Yields the usable examples of a task, at most `rows`, in the order of the source.
 
-  Args:
-    task: what to read; at most `rows` usable examples.
-    skipped: if given, "location: kind: reason" is appended for every unusable example.
+  "location: kind: reason" of every unusable example is appended to `skipped`.
 
   Raises:
     InputError: the files or the data set cannot be read.
@@ -180,12 +171,8 @@ def read_prompts(
 ) -> Iterator[tuple[int, str | UnusableExample]]:
   """Yields (line number, prompt) for each row of a file, or (line number, fault).
 
-  Rows are numbered as by `files.read`; the fault of a blank line has the kind "empty".
-
-  Args:
-    path: the file, in any format that `files.read` reads.
-    setting: name of the setting with the path, for error messages.
-    template: template of the prompt; see `TaskConfig.prompt`.
+  The file is read by `files.read`; errors name the setting with its path. The fault of
+  a blank line has the kind "empty". For the template see `TaskConfig.prompt`.
 
   Raises:
     InputError: the file cannot be read, or no row has a prompt.
@@ -218,9 +205,7 @@ class TaskExamples:
   def __init__(self, task: TaskConfig, vocabulary: Vocabulary):
     """Reads the whole task; token ids are computed when they are needed.
 
-    Raises:
-      InputError: the source cannot be read, or has no usable example.
-      MissingExtraError: a source that needs an extra which is not installed.
+    Raises as `texts`; a source without a usable example is an InputError.
     """
     self.task, self._vocabulary = task, vocabulary
     self.examples: list[Example] = []
@@ -312,11 +297,7 @@ def _no_usable_row(task: TaskConfig, skipped: list[str]) -> base.InputError:
 
 
 def find_files(task: TaskConfig) -> list[str]:
-  """Returns the files of a task in sorted order, at least one.
-
-  Raises:
-    InputError: the folder cannot be read, or no file matches.
-  """
+  """Returns the files of a task in sorted order; InputError if there is none."""
   whose = f" (task {task.name!r})"
   pattern = task.pattern.replace("{split}", task.split)
   folder, setting = task.data_dir, f"TaskConfig.data_dir{whose}"
@@ -395,8 +376,7 @@ def _example(templates: tuple[str, str], location: str, raw: files.Row) -> Examp
 def unique_tasks(configs: Iterable[TaskConfig]) -> tuple[TaskConfig, ...]:
   """Returns the different tasks in order of appearance.
 
-  Raises:
-    InputError: two different tasks have the same name.
+  Two different tasks of the same name are an InputError.
   """
   found = tuple(dict.fromkeys(configs))
   names = [task.name for task in found]
@@ -436,11 +416,9 @@ def ordinals(task_ids: np.ndarray) -> np.ndarray:
 def report(source: str, rows: int, **places: Sequence[str]) -> dict[str, Any]:
   """Returns the counts of a task's examples, ready for JSON.
 
-  Args:
-    source: label under which tables list the task's requests.
-    rows: number of usable examples of the task.
-    **places: for each name of a count, the locations of the examples counted. The
-      first 100 of each are kept under "places".
+  Tables list the task's requests as `source`; `rows` examples are usable. `places` are,
+  for each name of a count, the locations of the examples counted. The first 100 of each
+  are kept under "places".
   """
   account = {"source": source, "rows": rows, **dict.fromkeys(places, 0), "places": {}}
   for name, located in places.items():
@@ -458,10 +436,6 @@ def add_to_report(account: dict[str, Any], name: str, place: str) -> None:
     named.append(place)
 
 
-def _counted(text: str, count: int) -> str:
-  return text.format(count=count).replace("(s)", "" if count == 1 else "s")
-
-
 def sentences(
   reports: Mapping[str, dict[str, Any]],
   clauses: Mapping[str, str],
@@ -469,20 +443,18 @@ def sentences(
 ) -> list[str]:
   """Writes one sentence for each task with skipped, cut or missing examples.
 
-  Args:
-    reports: the `report` of every task.
-    clauses: by name of the count, text with "{count}" and with "(s)" of plurals.
-    more_clauses: returns further clauses for one report.
+  `reports` are those of `report`. `clauses` are, by name of the count, texts with
+  "{count}" and with "(s)" of plurals. `more_clauses` returns further ones for a report.
   """
   found = []
   for account in reports.values():
     lines = account["rows"] + account["skipped"]
     every = {"skipped": f"{{count}} of {lines} lines skipped", **clauses}
-    parts = [
-      f"{_counted(text, account[name])}: {_first_places(account, name)}"
-      for name, text in every.items()
-      if account[name]
-    ]
+    parts = []
+    for name, text in every.items():
+      if count := account[name]:
+        said = text.format(count=count).replace("(s)", "" if count == 1 else "s")
+        parts.append(f"{said}: {_first_places(account, name)}")
     if parts := [*parts, *more_clauses(account)]:
       found.append(f"{account['source']}: {'; '.join(parts)}.")
   return found

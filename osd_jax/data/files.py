@@ -42,11 +42,8 @@ def read(path: str | Path, setting: str) -> Rows:
 
   The number is the line where a row of a JSONL, CSV or text file begins, and otherwise
   counts rows from 1. The first bytes and the suffix of the name decide how the file is
-  read; gzipped files are decompressed.
-
-  Args:
-    path: the file, or a folder that `save_to_disk` of the library datasets wrote.
-    setting: name of the setting with the path, for error messages.
+  read; gzipped files are decompressed. A folder must be one that `save_to_disk` of the
+  library datasets wrote. Errors name the setting with the path.
 
   Raises:
     InputError: the file cannot be read, or is of another format.
@@ -153,11 +150,7 @@ def _json_array(file: Any) -> Rows:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-  """Returns the JSON object of one line.
-
-  Raises:
-    UnusableExample: a blank line, not UTF-8, not JSON, or not an object.
-  """
+  """Returns the JSON object of one line, or raises UnusableExample."""
   if not line.strip():
     raise UnusableExample("empty", "blank line")
   try:
@@ -217,7 +210,9 @@ def _csv_rows(file: Iterable[bytes]) -> Rows:
 
 
 def _parquet(path: Path, setting: str) -> Rows:
-  parquet = _pyarrow("pyarrow.parquet", path, setting)
+  with base.extra("parquet", f"{setting}: {path}"):
+    import pyarrow.parquet as parquet
+
   try:
     yield from _records(parquet.ParquetFile(path).iter_batches())
   except ValueError as error:  # pyarrow's errors for damaged files
@@ -242,7 +237,9 @@ def _saved_dataset(folder: Path, setting: str) -> Rows:
       f"{setting}: {folder} is a folder; expected a file, or a folder that save_to_disk"
       " of the library datasets wrote."
     ) from error
-  ipc = _pyarrow("pyarrow.ipc", folder, setting)
+  with base.extra("parquet", f"{setting}: {folder}"):
+    import pyarrow.ipc as ipc
+
   parts = (ipc.open_stream(folder / name) for name in names)
   yield from _records(itertools.chain.from_iterable(parts))
 
@@ -250,15 +247,3 @@ def _saved_dataset(folder: Path, setting: str) -> Rows:
 def _records(batches: Iterable[Any]) -> Rows:
   rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
   yield from enumerate(rows, 1)
-
-
-def _pyarrow(module: str, path: Path, setting: str) -> Any:
-  import importlib
-
-  try:
-    return importlib.import_module(module)
-  except ImportError as error:
-    raise base.MissingExtraError(
-      f"{setting}: {path} needs pyarrow ({error}); install the extra"
-      " (pip install 'osd-jax[parquet]')."
-    ) from error

@@ -105,8 +105,7 @@ def fill_reference(template: str, raw: Mapping[str, Any]) -> str:
 def split(template: str) -> list[tuple[str, str | None]]:
   """Splits a template into pairs of text and the name that follows it, if any.
 
-  Raises:
-    ValueError: unbalanced braces, or something other than a name between two.
+  Unbalanced braces, or something other than a name between two, are a ValueError.
   """
   pieces = []
   for literal, name, form, conversion in string.Formatter().parse(template):

@@ -75,7 +75,6 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
 def _dataset(
   task: TaskConfig, split: str, shuffle_files: bool, seed: int | None = None
 ) -> Any:
-  """Returns a tf.data.Dataset of the texts of a task."""
   import tensorflow as tf
 
   del split, shuffle_files, seed  # one split, read in order

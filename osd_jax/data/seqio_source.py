@@ -14,11 +14,7 @@ Source = Iterator[tuple[str, dict[str, Any]]]  # location, fields
 
 
 def import_seqio() -> Any:
-  """Imports seqio without giving tensorflow the GPU.
-
-  Raises:
-    MissingExtraError: the extra `data` is not installed.
-  """
+  """Imports seqio without giving tensorflow the GPU."""
   os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
   os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # otherwise it prints a notice
   try:

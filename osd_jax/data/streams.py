@@ -94,10 +94,6 @@ def _gradual(
   return entries[np.argsort(np.arange(len(entries)) + offset)]
 
 
-def _mixture(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  return rng.permutation(_sharp(counts))
-
-
 def _cyclic(
   counts: np.ndarray, rng: np.random.Generator, period: int = _PERIOD
 ) -> np.ndarray:
@@ -129,7 +125,7 @@ def _bursty(
 SCHEDULES: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
   "sharp": _sharp,
   "gradual": _gradual,
-  "mixture": _mixture,
+  "mixture": lambda counts, rng: rng.permutation(_sharp(counts)),
   "cyclic": _cyclic,
   "bursty": _bursty,
 }
@@ -208,12 +204,7 @@ class QueryStream:
   """
 
   def __init__(self, config: StreamConfig, vocabulary: Vocabulary):
-    """Reads every task.
-
-    Raises:
-      InputError: missing files, or a task without a usable example.
-      MissingExtraError: a source that needs an extra which is not installed.
-    """
+    """Reads every task; raises as `TaskExamples`."""
     self.config, self._vocabulary = config, vocabulary
     tasks = examples.unique_tasks(config.tasks)
     self._tasks = [TaskExamples(task, vocabulary) for task in tasks]

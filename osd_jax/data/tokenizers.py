@@ -27,19 +27,12 @@ class Processor(Protocol):
 
 
 class Tokenizer(NamedTuple):
-  """What a tokenizer's files state.
+  """What a tokenizer's files state."""
 
-  Attributes:
-    processor: encodes and decodes.
-    prefix: ids that it puts before every text.
-    eos_id: its end-of-sequence token, if it has one.
-    pad_id: its padding token, if it has one.
-  """
-
-  processor: Processor
-  prefix: tuple[int, ...] = ()
-  eos_id: int | None = None
-  pad_id: int | None = None
+  processor: Processor  # encodes and decodes
+  prefix: tuple[int, ...] = ()  # ids that it puts before every text
+  eos_id: int | None = None  # its end-of-sequence token, if it has one
+  pad_id: int | None = None  # its padding token, if it has one
 
 
 class _TokenizersProcessor:
@@ -80,13 +73,9 @@ def read_json(
     InputError: not such a file, or merges of an unknown kind of tokenizer.
     MissingExtraError: the extra "llama" is not installed.
   """
-  try:
+  with base.extra("llama", f"Vocabulary.path: {path}"):
     import tokenizers
-  except ImportError as error:
-    raise base.MissingExtraError(
-      f"Vocabulary.path: {path} needs the library tokenizers; install the extra"
-      " (pip install 'osd-jax[llama]')."
-    ) from error
+
   try:
     if path.name == "vocab.json":
       tokenizer = _from_merges(model, merges, settings)
@@ -209,11 +198,7 @@ class _SentencePieceProcessor:
 def read_sentencepiece(
   path: pathlib.Path, model: bytes, settings: Mapping[str, Any]
 ) -> Tokenizer:
-  """Reads the `tokenizer.model` of a decoder-only model.
-
-  Raises:
-    InputError: not a SentencePiece model.
-  """
+  """Reads the `tokenizer.model` of a decoder-only model."""
   processor = sentencepiece_processor(path, model)
   pieces = range(processor.GetPieceSize())
   named = [i for i in pieces if processor.IsControl(i) or processor.IsUnknown(i)]

@@ -420,18 +420,11 @@ def _eos_ids(
   for document in documents:
     # generation_config.json comes first: for chat models it lists the end of a turn,
     # which config.json often lacks.
-    stated = _stated_eos_ids(document)
-    if stated:
-      first = [own] if own is not None and own in stated else []
-      return tuple(dict.fromkeys([*first, *stated]))
+    stated = document.get("eos_token_id")
+    listed = stated if isinstance(stated, list) else [stated]
+    if ids := [token for token in listed if base.is_count(token, least=0)]:
+      return tuple(dict.fromkeys([own, *ids] if own in ids else ids))
   return () if own is None else (own,)
-
-
-def _stated_eos_ids(document: Mapping[str, Any]) -> tuple[int, ...]:
-  """Returns `eos_token_id` of a config.json or generation_config.json as a tuple."""
-  stated = document.get("eos_token_id")
-  ids = stated if isinstance(stated, list) else [stated]
-  return tuple(int(token) for token in ids if base.is_count(token, least=0))  # pyright: ignore[reportArgumentType]
 
 
 def _content(path: pathlib.Path) -> bytes:

@@ -47,17 +47,13 @@ class BufferConfig(base.Config):
 
 @flax.struct.dataclass
 class ReplayBuffer:
-  """A ring of N rows.
+  """A ring of N rows."""
 
-  Attributes:
-    data: `DistillationBatch` with leading axis N instead of R. The states hold the bits
-      of bfloat16 as uint16: XLA CPU would convert a whole bfloat16 ring to float32 and
-      back for every row that is written.
-    added: [] int32; number of rows ever appended.
-  """
-
+  # `DistillationBatch` with leading axis N instead of R. The states hold the bits of
+  # bfloat16 as uint16: XLA CPU would convert a whole bfloat16 ring to float32 and back
+  # for every row that is written.
   data: base.DistillationBatch
-  added: jax.Array
+  added: jax.Array  # [] int32; number of rows ever appended
 
   @property
   def capacity(self) -> int:
@@ -119,12 +115,8 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
   Donate `buffer` when jitting (`jax.jit(append, donate_argnums=0)`): rows are then
   written in place, at a cost that does not depend on N.
 
-  Args:
-    buffer: the ring of N rows; donate it, see above.
-    batch: R <= N rows with the buffer's S, T and k.
-
   Raises:
-    InputError: the batch has more rows than the buffer, or other lengths.
+    InputError: the batch has more rows than the buffer, or another S, T or k.
   """
   _check_batch(buffer, batch)
   size, rows = buffer.capacity, batch.weight.shape[0]
@@ -136,7 +128,8 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
   slots = jnp.where(valid, (buffer.added + rank - 1) % size, outside)
 
   def write(ring, new):
-    new = _bits(new) if ring.dtype == jnp.uint16 else new
+    if new.dtype == jnp.bfloat16 and ring.dtype == jnp.uint16:
+      new = jax.lax.bitcast_convert_type(new, jnp.uint16)
     new = new.astype(ring.dtype)
     return ring.at[slots].set(new, mode="drop", unique_indices=True)
 
@@ -145,11 +138,9 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
 
 
 def erase(buffer: ReplayBuffer, is_kept: Bool[Array, " N"]) -> ReplayBuffer:
-  """Overwrites rows with zeros, so that `sample` never draws them.
+  """Overwrites rows with zeros where not `is_kept`, so that `sample` never draws them.
 
-  Args:
-    buffer: the ring of N rows; donate it when jitting.
-    is_kept: False in the slots of rows that are erased.
+  Donate `buffer` when jitting.
   """
 
   def zeroed(ring):
@@ -169,16 +160,10 @@ def sample(
 ) -> base.DistillationBatch:
   """Draws the rows of one step: some new ones, and some from the whole buffer.
 
-  Each part is drawn without replacement, but a new row may also be replayed. If a part
-  has fewer rows than requested, the missing ones have weight 0.
-
-  Args:
-    buffer: the ring of N rows; it is only read.
-    key: random key of this step.
-    num_new: number of rows drawn uniformly from those added since `since` (static).
-    num_replay: number of rows drawn from all, weighted by age (static).
-    config: decides how much recent rows are preferred.
-    since: [] int32; `buffer.added` at the last update.
+  `num_new` rows are drawn uniformly from those added since `since`, the value of
+  `buffer.added` at the last update; `num_replay` rows from all, weighted by age. Each
+  part is drawn without replacement, but a new row may also be replayed. If a part has
+  fewer rows than requested, the missing ones have weight 0.
 
   Returns:
     A batch of num_new + num_replay rows, new ones first.
@@ -287,11 +272,6 @@ def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Re
     tail=make(leading, np.float32),
     error=make(leading, np.bool_),
   )
-
-
-def _bits(x: jax.Array) -> jax.Array:
-  """Reinterprets bfloat16 as uint16; leaves integers alone."""
-  return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 def _check_batch(buffer: ReplayBuffer, batch: base.DistillationBatch) -> None:

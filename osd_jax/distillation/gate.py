@@ -74,34 +74,22 @@ class GateConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-  """A draft on trial against another one.
+  """A draft on trial against another one."""
 
-  Attributes:
-    stake: share of the error rate that this trial may use, and its first capital.
-    capital: present capital of each bet.
-    answers: number of answers that were scored.
-    gain: sum of the differences of overlap, draft on trial minus the other.
-  """
-
-  stake: float
-  capital: tuple[float, ...]
-  answers: int = 0
-  gain: float = 0.0
+  stake: float  # share of the error rate that this trial may use, and its first capital
+  capital: tuple[float, ...]  # present capital of each bet
+  answers: int = 0  # number of answers that were scored
+  gain: float = 0.0  # sum of the differences of overlap, draft on trial minus the other
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-  """Trials with the same question, one after another.
+  """Trials with the same question, one after another."""
 
-  Attributes:
-    begun: number of trials begun.
-    passed_on: stake of the last trial, if it was won and the next has not begun.
-    trial: the trial in progress, if there is one.
-  """
-
-  begun: int = 0
+  begun: int = 0  # number of trials begun
+  # Stake of the last trial, if it was won and the next has not begun.
   passed_on: float = 0.0
-  trial: Trial | None = None
+  trial: Trial | None = None  # the trial in progress, if there is one
 
   def begin(self) -> "Series":
     """Begins the next trial; one in progress is lost."""
@@ -146,22 +134,16 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class GateState:
-  """State of the gate: JSON values, so that a checkpoint can store it.
+  """State of the gate: JSON values, so that a checkpoint can store it."""
 
-  Attributes:
-    proven: version of the proven draft; 0 is the floor draft.
-    newest: version of the newest draft.
-    follows: whether the newest draft serves; otherwise the proven one does.
-    up: trials of the newest drafts against the proven one.
-    down: trials of the proven draft against the newest ones, while these serve.
-    floor: trials of the floor draft against what serves, if that was trained.
-  """
-
-  proven: int = 0
-  newest: int = 0
+  proven: int = 0  # version of the proven draft; 0 is the floor draft
+  newest: int = 0  # version of the newest draft
+  # Whether the newest draft serves; otherwise the proven one does.
   follows: bool = False
-  up: Series = Series().begin()
+  up: Series = Series().begin()  # trials of the newest drafts against the proven one
+  # Trials of the proven draft against the newest ones, while these serve.
   down: Series = Series()
+  # Trials of the floor draft against what serves, if that was trained.
   floor: Series = Series()
 
   @property
@@ -192,19 +174,12 @@ class GateState:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-  """What the gate decided.
+  """What the gate decided."""
 
-  Attributes:
-    name: "promoted", "confirmed", "taken_back" or "floor_returned".
-    version: version of the draft that was shown to be better.
-    answers: number of answers that show it.
-    gain: mean difference of overlap on them.
-  """
-
-  name: str
-  version: int
-  answers: int
-  gain: float
+  name: str  # "promoted", "confirmed", "taken_back" or "floor_returned"
+  version: int  # version of the draft that was shown to be better
+  answers: int  # number of answers that show it
+  gain: float  # mean difference of overlap on them
 
   def sentence(self) -> str:
     """Returns the decision in words."""
@@ -258,16 +233,11 @@ def observe(
   rival: float | None = None,
   floor: float | None = None,
 ) -> tuple[GateState, Decision | None]:
-  """Compares the drafts on one answer.
+  """Compares the drafts on one answer, by the overlaps 0..1 of each with the answer.
 
-  Args:
-    config: error rate, cap and window.
-    state: the state before this answer.
-    serving: overlap of `state.serving` with the answer, 0..1. If it is not finite, this
-      draft is broken, and the one before it serves at once.
-    rival: overlap of `state.rival`; None if there is none, or if it was not scored.
-      Counts as 0 if it is not finite.
-    floor: the same of the floor draft.
+  If that of the serving draft is not finite, this draft is broken, and the one before
+  it serves at once. The other two are None if there is no such draft, or it was not
+  scored, and count as 0 if they are not finite.
 
   Returns:
     The new state, and the decision if there is one.

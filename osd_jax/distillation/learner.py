@@ -71,26 +71,16 @@ class LearningConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """A finished update.
+  """A finished update."""
 
-  Attributes:
-    learner: state after the update.
-    launched: number of finished requests when the update was launched.
-    losses: loss of each slice before its step.
-    grad_norms: gradient norm of each slice.
-    skipped: number of slices skipped because they were not finite.
-    update_ms: time the update ran.
-    wait_ms: time serving waited for it, between slices and at the end.
-    changed: whether there is a new version; False if every slice was skipped.
-  """
-
-  learner: update_lib.LearnerState
-  launched: int
-  losses: list[float]
-  grad_norms: list[float]
-  skipped: int
-  update_ms: float
-  wait_ms: float
+  learner: update_lib.LearnerState  # state after the update
+  launched: int  # number of finished requests when the update was launched
+  losses: list[float]  # loss of each slice before its step
+  grad_norms: list[float]  # gradient norm of each slice
+  skipped: int  # number of slices skipped because they were not finite
+  update_ms: float  # time the update ran
+  wait_ms: float  # time serving waited for it, between slices and at the end
+  # Whether there is a new version; False if every slice was skipped.
   changed: bool = True
 
   @property
@@ -173,15 +163,9 @@ class UpdateRunner:
   ):
     """Stores the learner's state; nothing runs yet.
 
-    Args:
-      model: the draft, as pure functions.
-      config: settings of one update, slices included.
-      learner: state before the first update.
-      interval: an update launched after request n is taken at request n + interval.
-      free: take it as soon as it is ready instead. In the background, runs are then not
-        reproducible bit by bit.
-      frozen: parameters of the draft that belong to the target, see `base.Model.split`.
-      in_background: run updates on a thread of their own.
+    An update that was launched after request n is taken at request n + `interval`, or,
+    if `free`, as soon as it is ready. In the background, free runs are not reproducible
+    bit by bit. `frozen` are the target's parameters, see `base.Model.split`.
     """
     self.learner, self.in_background = learner, in_background
     self._model, self._config, self._frozen = model, config, frozen
@@ -290,7 +274,6 @@ class UpdateRunner:
     self._thread.shutdown()
 
   def _requests_left(self, finished: int) -> int:
-    """Returns the number of requests until the update is due."""
     assert self._update is not None
     return self._update.launched + self._interval - finished
 
@@ -340,13 +323,8 @@ class Learner:
   ):
     """Starts with an empty buffer and the draft as version 0.
 
-    Args:
-      draft: the draft, as pure functions.
-      params: its parameters, frozen ones included.
-      config: buffer, updates and their schedule.
-      source_length: S, the prompt length of observed rows.
-      target_length: T, the output length of observed rows.
-      record_top_k: k, entries per position in their records.
+    Rows have a prompt length of S, an output length of T, and k entries per position in
+    their records. The parameters include the frozen ones.
     """
     if jax.process_count() > 1 and config.free_updates:
       raise base.InputError(
@@ -435,10 +413,8 @@ class Learner:
   def forget(self, drops: Callable[[Any], bool]) -> None:
     """Erases the buffered requests whose tags `drops` returns True for.
 
-    What the draft has learnt from them stays in its weights.
-
-    Raises:
-      RuntimeError: an update is in progress, which holds rows of its own.
+    What the draft has learnt from them stays in its weights. No update may be in
+    progress, because it holds rows of its own.
     """
     if self.runner.busy:
       raise RuntimeError("distillation: an update is in progress; take it first")
@@ -457,10 +433,8 @@ class Learner:
   def try_update(self, slices: int, serve: Callable[[], bool] = lambda: False) -> None:
     """Runs an update as serving does, and drops its result; used to measure its cost.
 
-    Args:
-      slices: number of slices that are run.
-      serve: runs one step of serving; called while the update runs, until it returns
-        False. Then this method waits for the update.
+    `serve` runs one step of serving. It is called while the update runs, until it
+    returns False. Then this method waits for the update.
     """
     batches = self._draw(slices)
     if not int(self._buffer.added):
@@ -481,9 +455,6 @@ class Learner:
     The optimizer begins anew, and an update in progress is dropped. The buffer, the
     schedule and the count of requests stay. With a gate, this draft is the proven one,
     and the first draft returns if answers show that it is better.
-
-    Args:
-      params: parameters of the draft, frozen ones included.
     """
     self.runner.drop()
     trained, _ = self._draft.split(params)
@@ -587,9 +558,8 @@ class Learner:
   def state(self, has_rows: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the state that a checkpoint stores: (arrays, JSON values).
 
-    Args:
-      has_rows: False leaves out everything that holds tokens of requests: the buffer
-        and the update in progress. A learner that is restored has an empty buffer.
+    Without `has_rows`, everything that holds tokens of requests is left out: the buffer
+    and the update in progress. A learner that is restored then has an empty buffer.
     """
     launched, inputs = (has_rows and self.runner.pending()) or (None, None)
     arrays = {
@@ -656,7 +626,6 @@ class Learner:
     )
 
   def _draw(self, slices: int) -> tuple[base.DistillationBatch, ...]:
-    """Draws the micro-batches of an update that starts now."""
     config = self.config
     # A function of the number of requests, so a resumed run draws the same rows.
     key = jax.random.fold_in(jax.random.key(config.seed), self.finished)

@@ -50,10 +50,7 @@ def target_buckets(records: base.Records) -> Buckets:
 
 
 def _draft_buckets(records: base.Records, logits: Float[Array, "*rows V"]) -> Buckets:
-  """Returns the draft's log-masses in the buckets of the records, tail last.
-
-  They are correct up to a constant per row.
-  """
+  """The draft's log-masses in the buckets, tail last, up to a constant per row."""
   return _kept_and_tail(logits.astype(jnp.float32), records.ids.astype(jnp.int32))
 
 
@@ -105,16 +102,12 @@ def reverse_kl(target: Buckets, draft: Buckets) -> Float[Array, "*rows"]:
 
 
 def jsd(target: Buckets, draft: Buckets, beta: float = 0.5) -> Float[Array, "*rows"]:
-  """Generalised Jensen-Shannon divergence, in nats.
+  """Generalised Jensen-Shannon divergence, in nats, for beta strictly between 0 and 1.
 
-  With M = beta * target + (1 - beta) * draft,
-  JSD = beta * KL(target || M) + (1 - beta) * KL(draft || M).
+      M = beta * target + (1 - beta) * draft
+      JSD = beta * KL(target || M) + (1 - beta) * KL(draft || M)
+
   It is at most the entropy of (beta, 1 - beta).
-
-  Args:
-    target: [..., k + 1] log-masses.
-    draft: [..., k + 1] log-masses in the same buckets.
-    beta: weight of the target, strictly between 0 and 1.
   """
   mixture = jnp.logaddexp(np.log(beta) + target, np.log1p(-beta) + draft)
   return beta * forward_kl(target, mixture) + (1 - beta) * forward_kl(draft, mixture)
@@ -168,7 +161,7 @@ class LossConfig(base.Config):
       "num_negatives": (
         self.num_tokens or not self.num_negatives,
         "0 without num_tokens: negatives represent the tokens that are left out",
-      ),
+      )
     }
 
 
@@ -192,22 +185,13 @@ def chosen_positions(
 
 
 def distillation_loss(
-  config: LossConfig,
-  draft_logits: Float[Array, "R T V"],
-  batch: base.DistillationBatch,
+  config: LossConfig, draft_logits: Float[Array, "R T V"], batch: base.DistillationBatch
 ) -> Float[Array, ""]:
-  """Mean divergence over the chosen positions, weighted by row.
+  """Mean divergence over the chosen positions, weighted by row: [] float32.
 
-  Values at other positions, even NaN, affect neither the loss nor its gradient.
-
-  Args:
-    config: which divergence, and at which positions.
-    draft_logits: [R, T, V], raw, any float type; entry t predicts
-      `batch.target[:, t]`.
-    batch: R rows with the target's records.
-
-  Returns:
-    [] float32, in nats (total variation: in [0, 1]); 0 if no position is chosen.
+  Entry t of the raw `draft_logits` predicts `batch.target[:, t]`. Values at other
+  positions, even NaN, affect neither the loss nor its gradient. The unit is nats (total
+  variation: in [0, 1]); the loss is 0 if no position is chosen.
 
   Raises:
     InputError: the shapes of logits and batch differ.

@@ -68,7 +68,7 @@ class OptimizerConfig(base.Config):
         self.schedule == "constant" if end is None else end > warmup,
         f"an integer above warmup_steps ({warmup}), since the schedule is"
         f" {self.schedule!r}",
-      ),
+      )
     }
 
 
@@ -90,8 +90,7 @@ def learning_rate(config: OptimizerConfig) -> optax.Schedule:
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   """Chains clipping, the optimiser and the multipliers.
 
-  Returns:
-    An optax transformation whose `update` needs the parameters as third argument.
+  The transformation's `update` needs the parameters as third argument.
   """
   parts = [OPTIMIZERS[config.name](learning_rate(config))]
   if config.clip_norm is not None:
@@ -103,13 +102,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   }
   for part, multiplier in multipliers.items():
     if multiplier != 1.0:
-      mask = functools.partial(_path_contains, part)
+      contains = lambda path, _, part=part: part in jax.tree_util.keystr(path)
+      mask = functools.partial(jax.tree_util.tree_map_with_path, contains)
       parts.append(optax.masked(optax.scale(multiplier), mask))
   return optax.chain(*parts)
-
-
-def _path_contains(part: str, params: base.Params) -> base.Params:
-  """Returns a tree like `params` of bools."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, _: part in jax.tree_util.keystr(path), params
-  )

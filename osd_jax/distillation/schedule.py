@@ -73,19 +73,14 @@ PROBE_UPDATES = 8  # updates that such a probe must be able to pay
 
 
 class Request(NamedTuple):
-  """A finished request, as a schedule sees it.
+  """A finished request, as a schedule sees it."""
 
-  Attributes:
-    overlap: mean distribution overlap, 0..1, measured before the draft trained on it.
-    tokens: emitted tokens.
-    slices: the most slices that an update may have now; 0 while one is running.
-    mixed: share of drafted tokens that were accepted, if a cache drafted too; None if
-      only the draft did, or nothing was drafted.
-  """
-
+  # Mean distribution overlap, 0..1, measured before the draft trained on it.
   overlap: float
-  tokens: int
-  slices: int
+  tokens: int  # emitted tokens
+  slices: int  # the most slices that an update may have now; 0 while one is running
+  # Share of drafted tokens that were accepted, if a cache drafted too; None if only the
+  # draft did, or nothing was drafted.
   mixed: float | None = None
 
 
@@ -126,25 +121,16 @@ class Schedule(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-  """What both schedules remember.
+  """What both schedules remember."""
 
-  Attributes:
-    finished: requests seen.
-    last_update: `finished` when the last update started.
-    updates: updates started.
-    paused: whether updates are paused.
-    recent: overlaps of the last requests, oldest first.
-    level: overlap at the last pause; None before any, and until it is certain.
-    changed: `finished` at the last pause or resumption.
-  """
-
-  finished: int = 0
-  last_update: int = 0
-  updates: int = 0
-  paused: bool = False
-  recent: tuple[float, ...] = ()
+  finished: int = 0  # requests seen
+  last_update: int = 0  # `finished` when the last update started
+  updates: int = 0  # updates started
+  paused: bool = False  # whether updates are paused
+  recent: tuple[float, ...] = ()  # overlaps of the last requests, oldest first
+  # Overlap at the last pause; None before any, and until it is certain.
   level: float | None = None
-  changed: int = 0
+  changed: int = 0  # `finished` at the last pause or resumption
 
   def __post_init__(self):
     for name, value in vars(self).items():
@@ -230,15 +216,10 @@ class ScheduleConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleState(_State):
-  """State of `ScheduleConfig`.
+  """State of `ScheduleConfig`."""
 
-  Attributes:
-    flat: requests in a row that looked flat.
-    pauses: number of pauses.
-  """
-
-  flat: int = 0
-  pauses: int = 0
+  flat: int = 0  # requests in a row that looked flat
+  pauses: int = 0  # number of pauses
 
 
 def _pause_if_flat(state: ScheduleState) -> ScheduleState:
@@ -367,31 +348,21 @@ class WorthState(_State):
 
   An episode begins with the first request, with every drop, and with every probe.
   `recent` holds at most 64 overlaps since the last drop.
-
-  Attributes:
-    tokens: running mean of a request's tokens; 0 before the first.
-    probing: whether the episode is a probe out of a pause.
-    versions: (requests, mean overlap) of each version that served in this episode,
-      oldest first, at most `VERSIONS` of them.
-    start: (requests, mean overlap) at the beginning of the episode.
-    grant: share of the grant that is left for updates without a gain yet.
-    saved_ms: time that may be spent on a probe.
-    spent_ms: time that all updates took from serving.
-    served_ms: time that all requests took, according to the costs.
-    drops: drops of overlap that began an episode.
-    mixed: running mean of `Request.mixed`; 0 before the first.
   """
 
-  tokens: float = 0.0
-  probing: bool = False
+  tokens: float = 0.0  # running mean of a request's tokens; 0 before the first
+  probing: bool = False  # whether the episode is a probe out of a pause
+  # (requests, mean overlap) of each version that served in this episode, oldest first,
+  # at most `VERSIONS` of them.
   versions: tuple[tuple[int, float], ...] = ((0, 0.0),)
+  # (requests, mean overlap) at the beginning of the episode.
   start: tuple[int, float] = (0, 0.0)
-  grant: float = 1.0
-  saved_ms: float = 0.0
-  spent_ms: float = 0.0
-  served_ms: float = 0.0
-  drops: int = 0
-  mixed: float = 0.0
+  grant: float = 1.0  # share of the grant that is left for updates without a gain yet
+  saved_ms: float = 0.0  # time that may be spent on a probe
+  spent_ms: float = 0.0  # time that all updates took from serving
+  served_ms: float = 0.0  # time that all requests took, according to the costs
+  drops: int = 0  # drops of overlap that began an episode
+  mixed: float = 0.0  # running mean of `Request.mixed`; 0 before the first
 
   @property
   def now(self) -> float:
@@ -430,12 +401,7 @@ def expected_gain(state: WorthState) -> float:
 def slope_of(
   versions: Sequence[tuple[int, float]], noise: float = NOISE
 ) -> tuple[float, float]:
-  """Fits overlap against the version: (slope, its standard error, maybe infinite).
-
-  Args:
-    versions: (requests, mean overlap) of each.
-    noise: standard deviation of the overlap of one request.
-  """
+  """Fits overlap against the version: (slope, its standard error, maybe infinite)."""
   # A version that served for long says little about the slope: its requests are capped.
   counts = [min(count, NOW) for count, _ in versions]
   total = sum(counts)

@@ -54,14 +54,7 @@ def subsample(
   key: Key[Array, ""],
   vocab_size: int,
 ) -> Subsample:
-  """Draws positions and tokens; with a count of 0 the batch keeps everything.
-
-  Args:
-    config: how many positions, tokens and negatives.
-    batch: R rows of T positions.
-    key: random key of this slice.
-    vocab_size: V, the number of token ids.
-  """
+  """Draws positions and tokens; with a count of 0 the batch keeps everything."""
   key_positions, key_tokens = jax.random.split(key)
   positions = tokens = log_weights = None
   if 0 < config.num_positions < batch.mask.shape[1]:
@@ -167,10 +160,7 @@ def _draw_tokens(
 
 
 def _with_token_columns(
-  batch: base.DistillationBatch,
-  tokens: Int[Array, " n"],
-  outside: int,
-  vocab_size: int,
+  batch: base.DistillationBatch, tokens: Int[Array, " n"], outside: int, vocab_size: int
 ) -> base.DistillationBatch:
   """Replaces recorded ids by their index in `tokens`, or by `outside`."""
   order = jnp.arange(len(tokens))

@@ -53,23 +53,14 @@ class UpdateConfig(base.Config):
 
 @flax.struct.dataclass
 class LearnerState:
-  """The state that training carries from slice to slice.
+  """The state that training carries from slice to slice."""
 
-  Attributes:
-    params: the newest finite parameters of the draft.
-    opt_state: optax state.
-    version: [] int32; number of updates that changed the parameters.
-    step: [] int32; number of slices taken.
-    skipped: [] int32; number of slices skipped because they were not finite.
-    ema: moving average of `params`; None if `ema_decay` is 0.
-  """
-
-  params: base.Params
+  params: base.Params  # the newest finite parameters of the draft
   opt_state: optax.OptState
-  version: jax.Array
-  step: jax.Array
-  skipped: jax.Array
-  ema: base.Params | None = None
+  version: jax.Array  # [] int32; number of updates that changed the parameters
+  step: jax.Array  # [] int32; number of slices taken
+  skipped: jax.Array  # [] int32; number of slices skipped because they were not finite
+  ema: base.Params | None = None  # moving average of `params`; None if `ema_decay` is 0
 
   @property
   def served(self) -> base.Params:
@@ -79,17 +70,11 @@ class LearnerState:
 
 @flax.struct.dataclass
 class UpdateMetrics:
-  """Metrics of one slice (scalars), or of all slices of an update ([slices]).
+  """Metrics of one slice (scalars), or of all slices of an update ([slices])."""
 
-  Attributes:
-    loss: float32, before the step.
-    grad_norm: float32, global norm before clipping.
-    finite: bool; False if the step was skipped.
-  """
-
-  loss: jax.Array
-  grad_norm: jax.Array
-  finite: jax.Array
+  loss: jax.Array  # float32, before the step
+  grad_norm: jax.Array  # float32, global norm before clipping
+  finite: jax.Array  # bool; False if the step was skipped
 
 
 def init_learner(config: UpdateConfig, params: base.Params) -> LearnerState:
@@ -199,7 +184,8 @@ def cut(config: UpdateConfig, batch: base.DistillationBatch) -> base.Distillatio
   # Use the mask, not the tokens: the target may emit the padding id.
   judged = np.flatnonzero(np.any(np.asarray(batch.mask), axis=0))
   longest = int(judged[-1]) + 1 if len(judged) else 1
-  return _cut_to(batch, _round_up(longest, config.length_multiple))
+  # Only T is cut: cutting S too would multiply the number of programs to compile.
+  return batch.cut_to(_round_up(longest, config.length_multiple))
 
 
 def warm_up(
@@ -215,12 +201,7 @@ def warm_up(
   full = batch.target.shape[1]
   step = config.length_multiple or full
   for length in range(step, _round_up(full, step) + 1, step):
-    take_slice(model, config, learner, _cut_to(batch, length), frozen)
-
-
-def _cut_to(batch: base.DistillationBatch, length: int) -> base.DistillationBatch:
-  # Only T is cut: cutting S too would multiply the number of programs to compile.
-  return batch.cut_to(length)
+    take_slice(model, config, learner, batch.cut_to(length), frozen)
 
 
 def _round_up(number: int, multiple: int) -> int:

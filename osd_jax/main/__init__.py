@@ -27,10 +27,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the command line.
-
-  Args:
-    argv: arguments after the program's name; None reads those of this process.
+  """Runs the command line; None reads the arguments of this process.
 
   Returns:
     Exit code: 0 for success, 1 if an output differs from the target's or the target's
@@ -51,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except Exception as error:
-    if not _is_for_the_user(error):
+    from osd_jax import base  # imports jax, which `osd --help` does without
+
+    if not isinstance(error, settings.ConfigError | base.UserError):
       raise
     for line in str(error).splitlines():
       print(f"osd {name}: {line}", file=sys.stderr)
@@ -190,9 +189,3 @@ def _join_others(arguments: argparse.Namespace) -> None:
   from osd_jax import sharding
 
   sharding.join(*stated)
-
-
-def _is_for_the_user(error: Exception) -> bool:
-  from osd_jax import base  # imports jax, which `osd --help` does without
-
-  return isinstance(error, settings.ConfigError | base.UserError)

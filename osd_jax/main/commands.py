@@ -13,24 +13,16 @@ from osd_jax.main import settings
 
 
 class Command(NamedTuple):
-  """A command with gin settings.
+  """A command with gin settings."""
 
-  Attributes:
-    config: name of its config class.
-    module: module of that class and of the command's function, as text: it is
-      imported when the command runs.
-    summary: one line.
-    example: lines of shell.
-    continues: whether the same command continues an interrupted run.
-    function: name of the function that runs the command.
-  """
-
-  config: str
+  config: str  # name of its config class
+  # Module of that class and of the command's function, as text: it is imported when the
+  # command runs.
   module: str
-  summary: str
-  example: str
-  continues: bool = False
-  function: str = "run"
+  summary: str  # one line
+  example: str  # lines of shell
+  continues: bool = False  # whether the same command continues an interrupted run
+  function: str = "run"  # name of the function that runs the command
 
 
 COMMANDS = {
@@ -301,7 +293,7 @@ _OWN = {
     bool,
     "",
     "sample as the model's generation_config.json says; only the seed is yours",
-  ),
+  )
 }
 _LEARNING = {
   "learn": (bool, "", "let the draft learn from the requests"),
@@ -390,17 +382,11 @@ def _paragraph(config_class: type) -> str:
 
 
 def _default(value: Any) -> str:
-  """Returns the text of a field's default."""
   if value is dataclasses.MISSING:
     return " (required)"
-  # Every config has a paragraph of its own, so its name is enough here.
-  if dataclasses.is_dataclass(value) and value == _all_defaults(type(value)):
-    return f" = {type(value).__name__}()"
+  if dataclasses.is_dataclass(value):
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    # Every config has a paragraph of its own, so its name is enough here.
+    if vars(value) == defaults:
+      return f" = {type(value).__name__}()"
   return f" = {value!r}"
-
-
-def _all_defaults(config_class: type) -> Any:
-  """Returns a config with all defaults, or None if a field is required."""
-  fields = dataclasses.fields(config_class)
-  has_all = all(field.default is not dataclasses.MISSING for field in fields)
-  return config_class() if has_all else None

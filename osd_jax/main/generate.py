@@ -1,6 +1,7 @@
 """`osd generate`: answers prompts; the first command that a new user tries."""
 
 import argparse
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -46,8 +47,8 @@ class GenerateConfig(base.Config):
 def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   """Answers prompts from the command line, files or standard input.
 
-  Returns:
-    The exit code: 1 if the target's logits were not finite, 2 if a prompt was refused.
+  Returns the exit code: 1 if the target's logits were not finite, 2 if a prompt was
+  refused.
 
   Raises:
     InputError: options contradict each other, or a setting is invalid.
@@ -86,7 +87,6 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
 
 
 def _template(config: GenerateConfig, arguments: argparse.Namespace) -> Prompt:
-  """The settings of every prompt."""
   names = (*commands.SAMPLING, "log_probs")
   given = {name: x for name in names if (x := getattr(arguments, name)) is not None}
   if arguments.own_sampling:
@@ -213,14 +213,8 @@ def _cut(text: str, vocabulary: Vocabulary, longest: int) -> str:
   def cut(count: int) -> str:
     return text[len(text) - count :] if keeps_end else text[:count]
 
-  fits, too_many = 0, len(text)
-  while too_many - fits > 1:
-    middle = (fits + too_many) // 2
-    if len(vocabulary.encode_prompt(cut(middle))) <= longest:
-      fits = middle
-    else:
-      too_many = middle
-  return cut(fits)
+  length = lambda count: len(vocabulary.encode_prompt(cut(count)))
+  return cut(bisect.bisect_right(range(1, len(text)), longest, key=length))
 
 
 def _given(arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:

@@ -33,14 +33,11 @@ def load(
   search_paths: Sequence[str] = (),
   commands: Mapping[str, str] | None = None,
 ) -> tuple[Any, str]:
-  """Makes a config.
+  """Makes a config of a class, with plain values and other configs in its fields.
 
-  Args:
-    config_class: a `base.Config` of plain values and other configs.
-    files: gin files; later ones win.
-    bindings: "NAME=VALUE" each; they win over files.
-    search_paths: folders that are searched for files after the current folder.
-    commands: config name -> command, for the error about another command's file.
+  Later files win, and the "NAME=VALUE" of `bindings` win over files. `search_paths` are
+  searched for files after the current folder. `commands` maps names of configs to
+  commands, for the error about another command's file.
 
   Returns:
     The config, and gin text that makes it again: all settings in use, and as comments

@@ -98,7 +98,9 @@ class Attached(nn.Module):
     cross, states, found, entries = self._cross(target_states), token_states, [], []
     for step in range(steps):
       # The state at an input says which token comes next, so it precedes that token.
-      before = None if states is None else _later(states)
+      before = None
+      if states is not None:
+        before = jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
       x = self._embed(frozen, inputs, before)
       is_last = step == steps - 1
       x, own = self.decoder.after(
@@ -113,7 +115,6 @@ class Attached(nn.Module):
     return jnp.stack(found)
 
   def _cross(self, target_states):
-    """Cross-attention keys and values of every layer."""
     states = target_states.astype(jnp.dtype(self.target.dtype))
     return self.decoder.cross_keys_values(layers.normalized(states))
 
@@ -136,11 +137,6 @@ class Attached(nn.Module):
     trained = self.serving is None  # the native product has no gradient
     product = layers.kernel_first_matmul if trained else layers.served_matmul
     return served.head_logits(self.target, product(x, head))
-
-
-def _later(states: jax.Array) -> jax.Array:
-  """Shifts states [B, T, E] to the next position; the first one is zero."""
-  return jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 
 
 def frozen_of(
@@ -292,17 +288,13 @@ def load(
 ) -> weights.AttachedWeights:
   """Reads the file of an attached draft; see `weights.load`.
 
-  Args:
-    path: the file.
-    target: the target that it will serve.
-    sibling: whether it may be attached to another target of the same sizes, such as the
-      one that this target was quantised or fine-tuned from.
+  A `sibling` may be attached to another target of the same sizes, such as the one that
+  this target was quantised or fine-tuned from.
 
   Raises:
     InputError: see `weights.load`; or the draft is attached to another target.
   """
-  tensors, header = weights.opened(Path(path), (weights.ATTACHED,))
-  config = weights.config_of(AttachedConfig, header.get("config", ""), path)
+  tensors, header, config = weights.opened(Path(path), (weights.ATTACHED,))
   stated = header.get("target", "")
   # The shapes may fit another target, but its states mean something else: the draft
   # would run, and nearly all of its tokens would be rejected.

@@ -16,7 +16,7 @@ import numpy as np
 from osd_jax import base, native
 
 # Activation functions by the name in a configuration.
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "relu": jax.nn.relu,
   "gelu": functools.partial(jax.nn.gelu, approximate=True),
   "silu": jax.nn.silu,
@@ -39,7 +39,6 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _widened(kernel: jax.Array, x: jax.Array) -> jax.Array:
-  """A kernel in the type of its factor x."""
   if native.widens(kernel, x.dtype):
     return native.widened(kernel, x)
   return kernel.astype(x.dtype)
@@ -161,31 +160,20 @@ def precision_of(dtype: jnp.dtype) -> jax.lax.Precision:
 
 
 class Projection(nn.Module):
-  """A linear map.
+  """A linear map."""
 
-  Attributes:
-    shape: (in, out).
-    axes: logical names of both axes.
-    dtype: type of the product.
-    layout: how the kernel is stored.
-    init_scale: standard deviation of the initial kernel, times sqrt(in).
-    bias: whether to add a bias.
-  """
-
-  shape: tuple[int, int]
-  axes: tuple[str, str]
-  dtype: jnp.dtype
-  layout: base.Layout = base.Layout.TRAINED
-  init_scale: float = 1.0
-  bias: bool = False
+  shape: tuple[int, int]  # (in, out)
+  axes: tuple[str, str]  # logical names of both axes
+  dtype: jnp.dtype  # type of the product
+  layout: base.Layout = base.Layout.TRAINED  # how the kernel is stored
+  init_scale: float = 1.0  # standard deviation of the initial kernel, times sqrt(in)
+  bias: bool = False  # whether to add a bias
 
   @nn.compact
   def __call__(self, x: jax.Array, outputs: jax.Array | None = None) -> jax.Array:
-    """Maps x [..., in] to [..., out].
+    """Maps x [..., in], of any floating-point type, to [..., out].
 
-    Args:
-      x: [..., in], of any floating-point type.
-      outputs: [C] int32; compute these outputs only. Not for `base.Layout.INT8`.
+    If `outputs` [C] are given, only these are computed; not for `base.Layout.INT8`.
     """
     product = self._product(x, outputs)
     if not self.bias:
@@ -219,6 +207,14 @@ class Projection(nn.Module):
     )
 
 
+def output_head(
+  config: Any, layout: base.Layout, covered: int = 0, name: str | None = None
+) -> Projection:
+  """The projection to the logits of all tokens, or of `covered` chosen ones."""
+  shape, dtype = (config.width, covered or config.vocab_size), jnp.dtype(config.dtype)
+  return Projection(shape, ("embed", "vocab"), dtype, layout, name=name)
+
+
 class HeadsProjection(Projection):
   """The output projection of an attention, over heads and their components.
 
@@ -242,26 +238,21 @@ class HeadsProjection(Projection):
     )
 
 
-def normalized(x: jax.Array) -> jax.Array:
-  """Divides x [..., E] by its root mean square, in float32 or more."""
-  wide = x.astype(at_least_float32(x.dtype))
-  mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-  return (wide * jax.lax.rsqrt(mean_square + 1e-6)).astype(x.dtype)
+def normalized(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
+  """Divides x [..., E] by its root mean square; the result is float32 or wider."""
+  # A sum of bfloat16 squares would lose most of its bits.
+  x = x.astype(at_least_float32(x.dtype))
+  mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+  return x * jax.lax.rsqrt(mean_square + epsilon)
 
 
 class RMSNorm(nn.Module):
-  """RMS norm with a learned scale, computed in float32 or more.
+  """RMS norm with a learned scale, computed in float32 or more."""
 
-  Attributes:
-    dtype: type of the result.
-    epsilon: added to the mean square; the default is T5's.
-    axis: logical name of the normalised axis.
-    unit_offset: the factor is 1 + scale, and is applied before rounding (Gemma).
-  """
-
-  dtype: jnp.dtype
-  epsilon: float = 1e-6
-  axis: str = "embed"
+  dtype: jnp.dtype  # type of the result
+  epsilon: float = 1e-6  # added to the mean square; the default is T5's
+  axis: str = "embed"  # logical name of the normalised axis
+  # The factor is 1 + scale, and is applied before rounding (Gemma).
   unit_offset: bool = False
 
   @nn.compact
@@ -269,16 +260,12 @@ class RMSNorm(nn.Module):
     one = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
     init = nn.with_logical_partitioning(one, (self.axis,))
     scale = self.param("scale", init, (x.shape[-1],))
-    # A sum of bfloat16 squares would lose most of its bits.
-    x = x.astype(at_least_float32(x.dtype))
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    normed = x * jax.lax.rsqrt(mean_square + self.epsilon)
+    normed = normalized(x, self.epsilon)
     if self.unit_offset:
-      factor = jnp.broadcast_to(1 + scale.astype(x.dtype), x.shape)
+      factor = jnp.broadcast_to(1 + scale.astype(normed.dtype), x.shape)
       return (normed * factor).astype(self.dtype)
-    return normed.astype(self.dtype) * jnp.broadcast_to(
-      scale.astype(self.dtype), x.shape
-    )
+    factor = jnp.broadcast_to(scale.astype(self.dtype), x.shape)
+    return normed.astype(self.dtype) * factor
 
 
 def never_alone(
@@ -319,9 +306,7 @@ class Mlp(nn.Module):
     shape, axes = (config.width, config.mlp_dim), ("embed", "mlp")
     gated = len(config.mlp_activations) > 1
     branches = [
-      _ACTIVATIONS[activation](
-        project(x, shape, axes, f"wi_{index}" if gated else "wi")
-      )
+      ACTIVATIONS[activation](project(x, shape, axes, f"wi_{index}" if gated else "wi"))
       for index, activation in enumerate(config.mlp_activations)
     ]
     hidden = functools.reduce(jnp.multiply, branches)  # the second gates the first

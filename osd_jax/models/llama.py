@@ -76,17 +76,11 @@ def _stretched(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 class Memory(NamedTuple):
-  """Keys and values that queries attend to.
+  """Keys and values that queries attend to."""
 
-  Attributes:
-    keys: [B, KV heads, T, D].
-    values: like keys.
-    bias: [B or 1, 1, n or 1, T] float32, very negative where masked.
-  """
-
-  keys: jax.Array
-  values: jax.Array
-  bias: jax.Array
+  keys: jax.Array  # [B, KV heads, T, D]
+  values: jax.Array  # like keys
+  bias: jax.Array  # [B or 1, 1, n or 1, T] float32, very negative where masked
 
 
 def norm(config: LlamaConfig, axis: str = "embed") -> layers.RMSNorm:
@@ -97,16 +91,11 @@ def norm(config: LlamaConfig, axis: str = "embed") -> layers.RMSNorm:
 
 
 class Attention(nn.Module):
-  """Grouped-query attention with rotary positions, or without for a `by` of None.
-
-  Attributes:
-    config: shape of the model.
-    layout: layout of the kernels.
-    memory_layout: layout of the key and value kernels, if it is another.
-  """
+  """Grouped-query attention with rotary positions, or without for a `by` of None."""
 
   config: LlamaConfig
-  layout: base.Layout
+  layout: base.Layout  # layout of the kernels
+  # Layout of the key and value kernels, if it is another.
   memory_layout: base.Layout | None = None
 
   def setup(self):
@@ -203,12 +192,9 @@ def _native(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
   keys, values = (
     jnp.concatenate([memory[part] for memory in memories], axis=2) for part in (0, 1)
   )
-  wide = [
-    jnp.broadcast_to(memory.bias, (*memory.bias.shape[:2], count, memory.bias.shape[3]))
-    for memory in memories
-  ]
-  most = max(bias.shape[0] for bias in wide)
-  wide = [jnp.broadcast_to(bias, (most, *bias.shape[1:])) for bias in wide]
+  most = max(memory.bias.shape[0] for memory in memories)
+  shapes = [(most, 1, count, memory.bias.shape[3]) for memory in memories]
+  wide = [jnp.broadcast_to(m.bias, shape) for m, shape in zip(memories, shapes)]
   bias = jnp.repeat(jnp.concatenate(wide, axis=-1), sharing, axis=2)
   context = native.attention(folded, keys, values, bias)
   context = context.reshape(rows, count, sharing, heads, size)
@@ -285,11 +271,8 @@ def biases(
 ) -> dict[int, jax.Array]:
   """Biases [B, 1, n, T] float32, per size of window.
 
-  Args:
-    config: shape of the model.
-    mask: [B, n or 1, T] bool; keys that a query may attend to without a window.
-    queries: [B, n] int32, positions of the queries.
-    keys: [B or 1, T] int32, positions of the keys.
+  `mask` [B, n or 1, T] bool are the keys that a query may attend to without a window.
+  The positions are `queries` [B, n] and `keys` [B or 1, T] int32.
   """
   made = {}
   for window in set(config.windows):
@@ -307,25 +290,18 @@ class Decoder(nn.Module):
   own_head: bool
 
   def setup(self):
-    config, dtype = self.config, jnp.dtype(self.config.dtype)
+    config = self.config
     self.layers = [Layer(config, self.layout) for _ in range(config.num_layers)]
     self.decoder_norm = norm(config)
     if self.own_head:
-      self.logits_dense = layers.Projection(
-        (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
-      )
+      self.logits_dense = layers.output_head(config, self.layout)
 
   def over(self, x: jax.Array, mask: jax.Array, positions: jax.Array, depth: int = 0):
-    """Applies layers to a whole sequence, with a causal mask over slots.
+    """Applies the first `depth` layers, or all, to x [B, n, E], with a causal mask.
 
-    Args:
-      x: [B, n, E] embedded tokens.
-      mask: [B, n] bool; slots that may be attended to.
-      positions: [B, n] int32, positions for the rotation.
-      depth: number of layers to apply; 0 means all.
-
-    Returns:
-      Per layer, its output [B, n, E] before the final norm, and its keys and values.
+    `mask` [B, n] bool are slots that may be attended to; `positions` [B, n] int32 are
+    for the rotation. Returns, per layer, its output [B, n, E] before the final norm,
+    and its keys and values.
     """
     config = self.config
     by = rotations(config, positions)
@@ -343,13 +319,9 @@ class Decoder(nn.Module):
   def prefill(self, x: jax.Array, mask: jax.Array):
     """Computes the keys and values of a prompt, in chunks if it is long.
 
-    Args:
-      x: [B, S, E] embedded tokens.
-      mask: [B, S] bool; which of them are tokens.
-
-    Returns:
-      Keys and values [B, KV heads, S, D] of every layer, and the target states
-      [B, S, E] of `LlamaConfig.state_layer`.
+    Takes embedded tokens x [B, S, E]; `mask` [B, S] bool. Returns the keys and values
+    of every layer, [B, KV heads, S, D], and the target states [B, S, E] of
+    `LlamaConfig.state_layer`.
     """
     length = x.shape[1]
     if length <= CHUNK:
@@ -396,8 +368,7 @@ class Decoder(nn.Module):
   def step(self, x: jax.Array, cache: cache_lib.KVCache):
     """Applies all layers to n new tokens x [B, n, E] of the rows of a cache.
 
-    Returns:
-      [B, n, E] after the final norm, and the cache with `length` advanced by n.
+    Returns x after the final norm, and the cache with `length` advanced by n.
     """
     count, slots = x.shape[1], cache.self_keys[0].shape[2]
     slot = cache.length[:, None] + jnp.arange(count)[None]

@@ -12,19 +12,14 @@ from osd_jax.cache import KVCache
 
 @flax.struct.dataclass
 class MixtureCache:
-  """The caches of both models.
+  """The caches of both models."""
 
-  Attributes:
-    target: cache of the target.
-    draft: cache of the draft.
-    fingerprint: [B] uint32; hash of the row's prompt, which seeds its random draws.
-    length: [B] int32; tokens fed. It overrides the lengths of the two caches, so that
-      rewinding the mixture rewinds both.
-  """
-
-  target: KVCache
-  draft: KVCache
+  target: KVCache  # cache of the target
+  draft: KVCache  # cache of the draft
+  # [B] uint32; hash of the row's prompt, which seeds its random draws.
   fingerprint: jax.Array
+  # [B] int32; tokens fed. It overrides the lengths of the two caches, so that rewinding
+  # the mixture rewinds both.
   length: jax.Array
 
 
@@ -34,15 +29,10 @@ def mix(
 ) -> base.Model:
   """A model that takes each next-token distribution from the target or the draft.
 
-  Its parameters are `{"target": ..., "draft": ...}`. The choice at a position is a
-  function of (seed, prompt, position), so that a text depends neither on its row nor on
-  the other rows of the batch.
-
-  Args:
-    target: the target, which also decides padding and end-of-sequence.
-    draft: the draft model, with the same vocabulary.
-    draft_share: probability that the draft's distribution is taken.
-    seed: seed of the choices between the two models.
+  Its parameters are `{"target": ..., "draft": ...}`. The draft's distribution is taken
+  with probability `draft_share`. The choice at a position is a function of (seed,
+  prompt, position), so that a text depends neither on its row nor on the other rows of
+  the batch.
   """
   models = {"target": target, "draft": draft}
 

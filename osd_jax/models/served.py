@@ -29,14 +29,8 @@ class DraftHead(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Logits [B, n, V] of x [B, n, E]; -inf for tokens outside the shortlist."""
     config, covered = self.config, self.serving.shortlist
-    logits = layers.Projection(
-      (config.width, covered or config.vocab_size),
-      ("embed", "vocab"),
-      jnp.dtype(config.dtype),
-      self.serving.layout,
-      name="projection",
-    )(x)
-    logits = head_logits(config, logits)
+    head = layers.output_head(config, self.serving.layout, covered, "projection")
+    logits = head_logits(config, head(x))
     if not covered:
       return logits
     ids = self.param("ids", lambda key: jnp.arange(covered))
@@ -206,16 +200,11 @@ def prepare(
   """The served copy of trained parameters; see `base.Model.prepare`.
 
   Parameters that keep their layout and type, such as those of an encoder, are shared
-  with `params` and not copied. So are those that are stored in bfloat16.
+  with `params` and not copied. So are those that are stored in bfloat16. `kept` is the
+  layout of the decoder's kernels in `params`.
 
-  Args:
-    config: shape of the model that is served.
-    serving: approximations that the copy makes.
-    params: trained parameters of the whole model.
-    shortlist: [N] int32, the distinct tokens that the output head covers; they must
-      include end-of-sequence. None takes the first N ids and all
-      end-of-sequence tokens.
-    kept: layout of the decoder's kernels in `params`.
+  `shortlist` [N] int32 are the distinct tokens that the output head covers; they must
+  include end-of-sequence. None takes the first N ids and all end-of-sequence tokens.
   """
   dtype = jnp.dtype(config.dtype)
   copy = jax.tree.map(lambda leaf: layers.stored(leaf, dtype), params)
@@ -307,25 +296,17 @@ def is_for_steps(path: tuple[str, ...]) -> bool:
 
 
 def for_steps(
-  decoder: base.Params,
-  layout: base.Layout,
-  kept: base.Layout = base.Layout.TRAINED,
-  within: tuple[str, ...] = (),
+  decoder: base.Params, layout: base.Layout, kept: base.Layout = base.Layout.TRAINED
 ) -> base.Params:
-  """Stores the kernels of a decoder, or of its part at path `within`, for steps.
-
-  `kept` is their layout in `decoder`.
-  """
-  if "kernel" in decoder:
-    if layout is kept or not is_for_steps(("decoder", *within, "kernel")):
-      return decoder
-    kernel = decoder["kernel"]
-    if kept is base.Layout.SERVED:
-      kernel = kernel.T
-    return {**decoder, **_STORED[layout](kernel)}
-  return {
-    name: for_steps(inner, layout, kept, (*within, name))
-    if isinstance(inner, dict)
-    else inner
-    for name, inner in decoder.items()
-  }
+  """Stores the kernels of a decoder for steps; `kept` is their present layout."""
+  if layout is kept:
+    return decoder
+  found = {}
+  for path, leaf in flax.traverse_util.flatten_dict(decoder).items():
+    if not is_for_steps(("decoder", *path)):
+      found[path] = leaf
+      continue
+    kernel = leaf.T if kept is base.Layout.SERVED else leaf
+    for name, part in _STORED[layout](kernel).items():
+      found[*path[:-1], name] = part
+  return flax.traverse_util.unflatten_dict(found)

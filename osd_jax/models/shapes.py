@@ -1,13 +1,14 @@
 """Configurations: shapes of models, and approximations in a served draft."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from osd_jax import base, native
+from osd_jax.models import layers
 
 ComputeType = Annotated[str, base.OneOf("float32", "bfloat16", "float64")]
 Activations = Annotated[
-  tuple[Annotated[str, base.OneOf("relu", "gelu", "silu", "linear")], ...],
+  tuple[Annotated[str, base.OneOf(*layers.ACTIVATIONS)], ...],
   base.NonEmpty("at least one name"),
 ]
 
@@ -48,6 +49,11 @@ class T5Config(base.Config):
   dtype: ComputeType = "float32"
   embedding_std: base.Positive = 1.0
 
+  # The same for every T5; see `LlamaConfig`.
+  embedding_scale: ClassVar[float] = 1.0
+  logit_cap: ClassVar[float] = 0.0
+  eos_ids: ClassVar[tuple[int, ...]] = (base.EOS_ID,)
+
   def checks(self):
     half = self.relative_buckets // 2
     return {
@@ -65,21 +71,6 @@ class T5Config(base.Config):
   def head_scale(self) -> float:
     """Factor on the decoder's output before the output head."""
     return self.width**-0.5 if self.tied_head else 1.0
-
-  @property
-  def embedding_scale(self) -> float:
-    """Factor on embedded tokens."""
-    return 1.0
-
-  @property
-  def logit_cap(self) -> float:
-    """As in `LlamaConfig`; no T5 has a cap."""
-    return 0.0
-
-  @property
-  def eos_ids(self) -> tuple[int, ...]:
-    """Tokens that end a sequence, the same for every T5."""
-    return (base.EOS_ID,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +170,8 @@ class LlamaConfig(base.Config):
   dtype: ComputeType = "float32"
   embedding_std: base.Positive = 1.0
 
+  head_scale: ClassVar[float] = 1.0  # as in `T5Config`
+
   def checks(self):
     heads, vocab_size = self.num_heads, self.vocab_size
     return {
@@ -196,11 +189,6 @@ class LlamaConfig(base.Config):
         f"an integer in 0..num_layers ({self.num_layers})",
       ),
     }
-
-  @property
-  def head_scale(self) -> float:
-    """Factor on the decoder's output before the output head."""
-    return 1.0
 
   @property
   def embedding_scale(self) -> float:

@@ -16,26 +16,16 @@ from osd_jax.models.shapes import T5Config
 
 
 class RelativePositionBias(nn.Module):
-  """T5's bucketed relative position bias, shared by all layers of a stack.
-
-  Attributes:
-    config: shape of the model.
-    bidirectional: True in the encoder, where keys may follow the query.
-  """
+  """T5's bucketed relative position bias, shared by all layers of a stack."""
 
   config: T5Config
-  bidirectional: bool
+  bidirectional: bool  # True in the encoder, where keys may follow the query
 
   @nn.compact
   def __call__(self, query: jax.Array, key: jax.Array) -> jax.Array:
-    """Bias of every query position towards every key position.
+    """Bias [B or 1, H, n, T] float32 of queries towards keys.
 
-    Args:
-      query: [B or 1, n] int32, absolute positions of the queries.
-      key: [T] int32, absolute positions of the keys.
-
-    Returns:
-      [B or 1, H, n, T] float32
+    `query` [B or 1, n] and `key` [T] int32 are absolute positions.
     """
     init = nn.with_logical_partitioning(
       nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
@@ -86,19 +76,13 @@ def relative_position_bucket(
 
 
 class Attention(nn.Module):
-  """Multi-head attention with unscaled logits; T5 folds the scale into the init.
-
-  Attributes:
-    config: shape of the model.
-    layout: layout of the query and output kernels.
-    memory_layout: layout of the key and value kernels.
-    memory_width: input width of the key and value kernels; 0 means E.
-  """
+  """Multi-head attention with unscaled logits; T5 folds the scale into the init."""
 
   config: T5Config
-  layout: base.Layout = base.Layout.TRAINED
+  layout: base.Layout = base.Layout.TRAINED  # layout of the query and output kernels
+  # Layout of the key and value kernels.
   memory_layout: base.Layout = base.Layout.TRAINED
-  memory_width: int = 0
+  memory_width: int = 0  # input width of the key and value kernels; 0 means E
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
@@ -184,18 +168,13 @@ class Encoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-  """Pre-norm self-attention, cross-attention and feed-forward block.
-
-  Attributes:
-    config: shape of the model.
-    layout: layout of the kernels that a decoding step reads. The key and value kernels
-      of the cross-attention are read by prefill only and always stay as trained.
-    memory_width: width of the encoded source; 0 means the width of the layer.
-  """
+  """Pre-norm self-attention, cross-attention and feed-forward block."""
 
   config: T5Config
+  # Layout of the kernels that a decoding step reads. The key and value kernels of the
+  # cross-attention are read by prefill only and always stay as trained.
   layout: base.Layout
-  memory_width: int = 0
+  memory_width: int = 0  # width of the encoded source; 0 means the width of the layer
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
@@ -247,19 +226,12 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-  """The decoder stack, with the output head of untied models.
-
-  Attributes:
-    config: shape of the model.
-    layout: layout of the kernels that a decoding step reads.
-    own_head: whether the stack has an output head.
-    memory_width: width of the encoded source; 0 means the width of the stack.
-  """
+  """The decoder stack, with the output head of untied models."""
 
   config: T5Config
-  layout: base.Layout
-  own_head: bool
-  memory_width: int = 0
+  layout: base.Layout  # layout of the kernels that a decoding step reads
+  own_head: bool  # whether the stack has an output head
+  memory_width: int = 0  # width of the encoded source; 0 means the width of the stack
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
@@ -270,9 +242,7 @@ class Decoder(nn.Module):
     ]
     self.decoder_norm = layers.RMSNorm(dtype)
     if self.own_head:
-      self.logits_dense = layers.Projection(
-        (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
-      )
+      self.logits_dense = layers.output_head(config, self.layout)
 
   def cross_keys_values(self, encoded: jax.Array):
     """Cross-attention keys and values [B, H, S, D] of every layer."""
@@ -284,14 +254,9 @@ class Decoder(nn.Module):
   def at(self, x, cross, cross_mask, positions=None):
     """Teacher forcing at some positions; the last layer computes no others.
 
-    Args:
-      x: [B, T, E] embedded tokens.
-      cross: per layer, keys and values [B, H, S, D].
-      cross_mask: [B, S] bool, True where the source has a token.
-      positions: [B, P] int32; None means all.
-
-    Returns:
-      [B, P, E] after the final norm.
+    Takes embedded tokens x [B, T, E], keys and values [B, H, S, D] of every layer, and
+    their mask [B, S]. Returns [B, P, E] after the final norm at `positions` [B, P];
+    None means all.
     """
     return self.after(x, cross, cross_mask, [], positions)[0]
 
@@ -306,15 +271,8 @@ class Decoder(nn.Module):
                            step 1                 x
                            step 2                    x
 
-    Args:
-      x: [B, T, E] embedded inputs of this step.
-      cross: as in `at`.
-      cross_mask: as in `at`.
-      earlier: what this method returned as second value in each step before.
-      positions: as in `at`.
-
-    Returns:
-      [B, P, E] after the final norm; and the keys and values of every layer.
+    `earlier` is what this method returned as second value in each step before: the keys
+    and values of every layer.
     """
     length, entries = x.shape[1], []
     # Every row starts at 0, so one row of biases is enough for all.
@@ -326,17 +284,15 @@ class Decoder(nn.Module):
       query = everywhere if chosen is None else chosen
       self_bias = self._step_bias(query, length, len(earlier))
       before = [step[index] for step in earlier]
-      x, own = _call(
-        layer, x, self_bias, cross[index], cross_bias, None, chosen, before
-      )
+      arguments = (x, self_bias, cross[index], cross_bias, None, chosen, before)
+      x, own = layers.traced_once(layer, DecoderLayer.__call__, *arguments)
       entries.append(own)
     return self.decoder_norm(x), entries
 
   def step(self, x: jax.Array, cache: cache_lib.KVCache):
     """Applies all layers to n new tokens x [B, n, E] of the rows of a cache.
 
-    Returns:
-      [B, n, E] after the final norm, and the cache with `length` advanced by n.
+    Returns x after the final norm, and the cache with `length` advanced by n.
     """
     count = x.shape[1]
     query = cache.length[:, None] + jnp.arange(count)[None]
@@ -347,7 +303,8 @@ class Decoder(nn.Module):
     for index, layer in enumerate(self.layers):
       cross = cache.cross_keys[index], cache.cross_values[index]
       past = cache.self_keys[index], cache.self_values[index], cache.length
-      x, entries = _call(layer, x, self_bias, cross, cross_bias, past)
+      arguments = (x, self_bias, cross, cross_bias, past)
+      x, entries = layers.traced_once(layer, DecoderLayer.__call__, *arguments)
       written.append(entries)
     return self.decoder_norm(x), cache.advanced(written, count)
 
@@ -365,20 +322,6 @@ class Decoder(nn.Module):
     key = jnp.arange(key_length)
     causal = key[None, None, :] <= query[:, :, None]
     return self.relpos_bias(query, key) + layers.mask_bias(causal)[:, None]
-
-
-def _call(
-  layer: DecoderLayer,
-  x,
-  self_bias,
-  cross,
-  cross_bias,
-  past,
-  positions=None,
-  earlier=(),
-):
-  arguments = (x, self_bias, cross, cross_bias, past, positions, earlier)
-  return layers.traced_once(layer, DecoderLayer.__call__, *arguments)
 
 
 class T5(served.LanguageModel):

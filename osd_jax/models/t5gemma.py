@@ -83,13 +83,11 @@ class Decoder(nn.Module):
   own_head: bool
 
   def setup(self):
-    config, dtype = self.config, jnp.dtype(self.config.dtype)
+    config = self.config
     self.layers = [DecoderLayer(config, self.layout) for _ in range(config.num_layers)]
     self.decoder_norm = llama.norm(config)
     if self.own_head:
-      self.logits_dense = layers.Projection(
-        (config.width, config.vocab_size), ("embed", "vocab"), dtype, self.layout
-      )
+      self.logits_dense = layers.output_head(config, self.layout)
 
   def cross_keys_values(self, encoded: jax.Array):
     """Cross-attention keys and values [B, KV heads, S, D] of every layer."""

@@ -34,18 +34,13 @@ _ALIGNMENT = 64  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-  """The tensors of a checkpoint.
+  """The tensors of a checkpoint."""
 
-  Attributes:
-    shapes: name -> shape.
-    read: name -> value; reads the tensor at every call.
-    place: name -> file or folder of the tensor, for error messages.
-    short: names of the tensors that are read in bfloat16, as far as a header says so.
-  """
-
-  shapes: Mapping[str, Shape]
-  read: Callable[[str], np.ndarray]
+  shapes: Mapping[str, Shape]  # name -> shape
+  read: Callable[[str], np.ndarray]  # name -> value; reads the tensor at every call
+  # Name -> file or folder of the tensor, for error messages.
   place: Callable[[str], object]
+  # Names of the tensors that are read in bfloat16, as far as a header says so.
   short: frozenset[str] = frozenset()
 
 
@@ -56,13 +51,10 @@ def of_arrays(arrays: Mapping[str, Any], place: object = "memory") -> Tensors:
 
 
 def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
-  """Opens a safetensors file.
+  """Opens a safetensors file; returns its tensors and the metadata in its header.
 
   Tensors are read at their offset. Pages of a memory-mapped file would count as memory
   of the process until all tensors are read.
-
-  Returns:
-    The tensors, and the metadata in the header.
 
   Raises:
     InputError: the file cannot be read, or contains a name twice.
@@ -122,11 +114,7 @@ def format_of(path: Path) -> str:
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:
-  """Parses a JSON object.
-
-  Raises:
-    InputError: it is not a JSON object, or contains a name twice.
-  """
+  """Parses a JSON object; InputError if it is none, or contains a name twice."""
 
   def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     # `json.loads` keeps the last of two equal names, which would hide a damaged file.

@@ -22,12 +22,7 @@ from osd_jax import base, remote
 from osd_jax.models import families
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import (
-  AttachedConfig,
-  LlamaConfig,
-  T5Config,
-  T5GemmaConfig,
-)
+from osd_jax.models.shapes import AttachedConfig, LlamaConfig, T5Config, T5GemmaConfig
 
 _KINDS = {
   "osd_jax.t5": T5Config,
@@ -50,34 +45,21 @@ _SIZES = (
 _FIELDS_IN_FILES = {"state_layer": "handed_out"}
 # For the same reason, fields that were added later are stored if they are not default.
 _LATER_FIELDS = (
-  "mlp_activations",
-  "rope_factor",
-  "local_rope_theta",
-  "windows",
-  "query_pre_attn_scalar",
-  "attention_cap",
-  "logit_cap",
-  "post_norms",
-  "unit_offset_norms",
-  "scaled_embeddings",
+  *("mlp_activations", "rope_factor", "local_rope_theta", "windows"),
+  *("query_pre_attn_scalar", "attention_cap", "logit_cap"),
+  *("post_norms", "unit_offset_norms", "scaled_embeddings"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """The content of a weights file.
-
-  Attributes:
-    config: shape of the model.
-    params: parameters in float32, with t5x's names; or as they are stored in a file.
-    vocabulary: fingerprint of the vocabulary, "" if unknown.
-    notes: how the weights were made.
-  """
+  """The content of a weights file."""
 
   config: ModelConfig
+  # Parameters in float32, with t5x's names; or as they are stored in a file.
   params: base.Params
-  vocabulary: str = ""
-  notes: str = ""
+  vocabulary: str = ""  # fingerprint of the vocabulary, "" if unknown
+  notes: str = ""  # how the weights were made
 
   @property
   def model(self) -> base.Model:
@@ -87,38 +69,24 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class AttachedWeights:
-  """The content of the weights file of an attached draft.
+  """The content of the weights file of an attached draft."""
 
-  Attributes:
-    config: shape of the draft.
-    params: the draft's own parameters in float32.
-    target: `Identity.fingerprint` of its target.
-    target_name: name of that target, for error messages.
-    notes: how the weights were made.
-    target_sizes: `Identity.sizes` of that target, "" in files of earlier versions.
-  """
-
-  config: AttachedConfig
-  params: base.Params
-  target: str
-  target_name: str = ""
-  notes: str = ""
+  config: AttachedConfig  # shape of the draft
+  params: base.Params  # the draft's own parameters in float32
+  target: str  # `Identity.fingerprint` of its target
+  target_name: str = ""  # name of that target, for error messages
+  notes: str = ""  # how the weights were made
+  # `Identity.sizes` of that target, "" in files of earlier versions.
   target_sizes: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-  """Identifies a target.
+  """Identifies a target."""
 
-  Attributes:
-    config: shape of the target.
-    fingerprint: hash of the parameters that an attached draft takes.
-    name: name for error messages.
-  """
-
-  config: ModelConfig
-  fingerprint: str
-  name: str
+  config: ModelConfig  # shape of the target
+  fingerprint: str  # hash of the parameters that an attached draft takes
+  name: str  # name for error messages
 
   @property
   def sizes(self) -> str:
@@ -249,28 +217,18 @@ def load(path: str | Path, as_stored: bool = False) -> Weights:
     InputError: the file is missing or has another format, or its tensors do not fit the
       configuration in its header.
   """
-  tensors, header = opened(Path(path), _MODELS)
-  config = config_of(_KINDS[header["format"]], header.get("config", ""), path)
+  tensors, header, config = opened(Path(path), _MODELS)
   params = read_params(tensors, expected_shapes(config), path, as_stored)
   return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 
 def shape_of(path: str | Path) -> ModelConfig | AttachedConfig:
-  """The configuration in the header of a file; reads no tensors.
-
-  Raises:
-    InputError: see `load`.
-  """
-  _, header = opened(Path(path), tuple(_KINDS))
-  return config_of(_KINDS[header["format"]], header.get("config", ""), path)
+  """The configuration in the header of a file; reads no tensors."""
+  return opened(Path(path), tuple(_KINDS))[2]
 
 
 def bfloat16_of(path: str | Path) -> frozenset[str]:
-  """Paths of the parameters that a file stores in bfloat16; reads no tensors.
-
-  Raises:
-    InputError: see `load`.
-  """
+  """Paths of the parameters that a file stores in bfloat16; reads no tensors."""
   return opened(Path(path), tuple(_KINDS))[0].short
 
 
@@ -281,8 +239,8 @@ def is_attached(path: Path) -> bool:
 
 def opened(
   path: Path, wanted: tuple[str, ...]
-) -> tuple[tensors_lib.Tensors, dict[str, str]]:
-  """Opens a file of one of the wanted formats; returns its tensors and its header."""
+) -> tuple[tensors_lib.Tensors, dict[str, str], Any]:
+  """Opens a file of one of the wanted formats: tensors, header, configuration."""
   tensors, header = tensors_lib.of_safetensors(path)
   if header.get("format") not in wanted:
     advice = "`osd pretrain`, `osd offline` and `osd convert` write such files."
@@ -301,7 +259,17 @@ def opened(
       f"weights: {path} has format {header.get('format')!r}, expected"
       f" {' or '.join(map(repr, wanted))}. {advice}"
     )
-  return tensors, header
+  kind, text = _KINDS[header["format"]], header.get("config", "")
+  names = {in_file: name for name, in_file in _FIELDS_IN_FILES.items()}
+  try:
+    fields = {names.get(name, name): v for name, v in json.loads(text).items()}
+    return tensors, header, kind(**fields)
+  except (AttributeError, TypeError, ValueError) as error:
+    raise base.InputError(
+      f"weights: {path}: config in the header: received {text!r}, expected the"
+      f" fields of {kind.__name__} ({error}). The file may come from another version of"
+      " this package."
+    ) from error
 
 
 def read_params(
@@ -321,17 +289,3 @@ def _config_json(config: Any) -> str:
       if fields[name] == getattr(usual, name):
         del fields[name]
   return json.dumps({_FIELDS_IN_FILES.get(name, name): fields[name] for name in fields})
-
-
-def config_of(kind: type, text: str, path: str | Path) -> Any:
-  """Returns the config that a header holds."""
-  names = {in_file: name for name, in_file in _FIELDS_IN_FILES.items()}
-  try:
-    fields = {names.get(name, name): v for name, v in json.loads(text).items()}
-    return kind(**fields)
-  except (AttributeError, TypeError, ValueError) as error:
-    raise base.InputError(
-      f"weights: {path}: config in the header: received {text!r}, expected the"
-      f" fields of {kind.__name__} ({error}). The file may come from another version of"
-      " this package."
-    ) from error

@@ -164,18 +164,10 @@ def attends(query: jax.Array, keys: jax.Array) -> bool:
 def attention(
   query: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
 ) -> jax.Array:
-  """Attention of a few queries, with unscaled logits.
+  """Attention of a few queries [B, n, H D], with unscaled logits; returns [B, n, H D].
 
-  Keys and values after the last unmasked position of a row are not read.
-
-  Args:
-    query: [B, n, H D] float32.
-    keys: [B, H, T, D] float32.
-    values: [B, H, T, D] float32.
-    bias: [B or 1, H or 1, n or 1, T] float32, very negative where masked.
-
-  Returns:
-    [B, n, H D]
+  Keys and values [B, H, T, D] after the last unmasked position of a row are not read.
+  The bias [B or 1, H or 1, n or 1, T] is very negative where masked. All are float32.
   """
   return _call("Attention", query.shape, query, keys, values, bias)
 
@@ -246,11 +238,7 @@ def _loaded() -> bool:
 
 
 def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
-  """Path of the library for this source, compiler, JAX and processor.
-
-  Args:
-    compiler: command that runs the compiler.
-    folder: folder that caches the compiled libraries.
+  """Path in a cache folder of the library for this source, compiler, JAX and CPU.
 
   Raises:
     OSError: the folder cannot be written, or the compiler cannot be run.
@@ -277,11 +265,8 @@ def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
 
 def _compiler() -> str | None:
   named = os.environ.get("CXX")
-  for name in (named,) if named is not None else _COMPILERS:
-    found = shutil.which(name)
-    if found:
-      return found
-  return None
+  names = _COMPILERS if named is None else (named,)
+  return next(filter(None, map(shutil.which, names)), None)
 
 
 def _key(command: tuple[str, ...]) -> str:

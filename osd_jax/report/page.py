@@ -121,27 +121,18 @@ GLOSSARY = {
 def conclude(
   directory: runs.RunDirectory, console: rich.console.Console, verdict: str = ""
 ) -> Path:
-  """Prints the tables and sentences of a run and writes its report.
+  """Prints the tables and sentences of a run of any command and writes its report.
 
-  Args:
-    directory: a run of any command.
-    console: the console that shows tables and sentences.
-    verdict: the certificate's sentence; "" if no output was checked.
-
-  Returns:
-    Path of the report.
+  `verdict` is the certificate's sentence, "" if no output was checked. Returns the path
+  of the report.
   """
   rows = list(runs.read(directory.metrics_path))
   found = tables.summary(rows)
   for title, table in {**found.tables, **found.details}.items():
     tables.print_table(table, console, title)
-  facts = [f"{fact.figure}: {fact.sentence}" for fact in found.headline]
-  for sentence in (*facts, *found.notes, *found.details_notes, verdict):
-    if sentence:
-      console.print(sentence, highlight=False, markup=False)
   report, note = _write(directory, rows, verdict)
-  if note:
-    console.print(note, highlight=False, markup=False)
+  facts = [f"{fact.figure}: {fact.sentence}" for fact in found.headline]
+  _say(console, *facts, *found.notes, *found.details_notes, verdict, note)
   console.print(f"report: {report}", highlight=False, soft_wrap=True)
   return report
 
@@ -154,11 +145,7 @@ def finish(
 ) -> runs.RunResult:
   """Writes the certificate and the report of a run whose outputs were checked.
 
-  Args:
-    verdict: the certificate of all outputs.
-    directory: the run, whose files are completed.
-    console: the console that shows tables and sentences.
-    unchecked: printed instead of the verdict if no output was checked.
+  `unchecked` is printed instead of the verdict if no output was checked.
   """
   exact = certificate.finish(verdict, directory)
   conclude(directory, console, verdict.sentence() or unchecked)
@@ -192,10 +179,7 @@ def note_data(
 
 
 def redraw(path: str | Path) -> Path:
-  """Writes plots and report of a run again, whether it is finished or not.
-
-  Returns:
-    Path of the report.
+  """Writes plots and report of a run again, finished or not; returns the report's path.
 
   Raises:
     InputError: `path` is not a run directory, or has no metrics.jsonl.
@@ -217,13 +201,8 @@ def compare(
 ) -> Path:
   """Compares online runs: the fastest, one table, plots, and the verdict of each.
 
-  Args:
-    paths: the run directories, two or more.
-    output: folder of the page, created if needed.
-    console: the console that shows table and sentences, if given.
-
-  Returns:
-    Path of the page.
+  The page is written to the folder `output`, which is created if needed; the console
+  shows table and sentences. Returns the path of the page.
 
   Raises:
     InputError: fewer than two different runs, one of them served no requests, or the
@@ -258,9 +237,13 @@ def compare(
   if console is not None:
     tables.print_table(found.tables["Runs"], console)
     facts = [fact.sentence for fact in found.headline]
-    for sentence in (*facts, *found.notes, *found.details_notes, note):
-      console.print(sentence, highlight=False, markup=False)
+    _say(console, *facts, *found.notes, *found.details_notes, note)
   return written
+
+
+def _say(console: rich.console.Console, *sentences: str) -> None:
+  for sentence in filter(None, sentences):
+    console.print(sentence, highlight=False, markup=False)
 
 
 def _rows(directory: runs.RunDirectory) -> list[dict[str, Any]]:
@@ -302,16 +285,10 @@ def write_report(
   drawn: Sequence[plots.Plot],
   note: str = "",
 ) -> Path:
-  """Writes report.html of a run, with sample answers and provenance.
+  """Writes report.html of a run, with sample answers and provenance; returns its path.
 
-  Args:
-    directory: the run; its outputs, provenance and config are shown too.
-    found: sentences and tables of the page.
-    drawn: the plots in reading order; they are embedded.
-    note: printed below the plots, for example why there are none.
-
-  Returns:
-    Path of the report.
+  The plots are embedded in reading order. `note` is printed below them, for example why
+  there are none.
   """
   provenance = directory.provenance()
   if directory.outputs_path.exists():
@@ -340,11 +317,7 @@ def write_page(
   note: str = "",
   texts: Mapping[str, str] | None = None,
 ) -> Path:
-  """Writes a page; `texts` are folded away at its end.
-
-  Raises:
-    InputError: a plot is not an SVG file.
-  """
+  """Writes a page; `texts` are folded away at its end."""
   cards = [
     f"<p><b>{_text(fact.figure)}</b>{_text(fact.sentence)}</p>"
     for fact in found.headline
@@ -432,17 +405,15 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
   columns = list(dict.fromkeys(name for row in rows for name in row))
   if not columns:
     return '<p class="faint">No rows.</p>'
-  numeric = {name: _is_numeric([row.get(name) for row in rows]) for name in columns}
-  head = "".join(_heading(name, numeric[name]) for name in columns)
-  lines = [f"<tr>{head}</tr>"]
-  decimals = {name: _decimals([row.get(name) for row in rows]) for name in columns}
-  for row in rows:
-    cells = (
-      _cell(name, _format(row.get(name), decimals[name]), numeric[name])
-      for name in columns
-    )
-    lines.append(f"<tr>{''.join(cells)}</tr>")
-  return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+  lines: list[list[str]] = [[] for _ in range(len(rows) + 1)]
+  for name in columns:
+    values = [row.get(name) for row in rows]
+    numeric, decimals = _is_numeric(values), _decimals(values)
+    cells = (_cell(name, _format(value, decimals), numeric) for value in values)
+    for line, cell in zip(lines, [_heading(name, numeric), *cells]):
+      line.append(cell)
+  body = "\n".join(f"<tr>{''.join(line)}</tr>" for line in lines)
+  return f'<div class="wide"><table>\n{body}\n</table></div>'
 
 
 def _heading(name: str, numeric: bool) -> str:

@@ -9,6 +9,7 @@ changes. Matplotlib is imported only inside functions.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -56,49 +57,33 @@ _WARM = 5
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-  """A plot of a page.
+  """A plot of a page."""
 
-  Attributes:
-    path: the SVG file.
-    caption: what it shows, for readers of the page.
-  """
-
-  path: Path
-  caption: str = ""
+  path: Path  # the SVG file
+  caption: str = ""  # what it shows, for readers of the page
 
 
 def draw_plots(rows: Iterable[Row], directory: str | Path) -> tuple[list[Plot], str]:
-  """Draws every plot for which the rows have data.
-
-  Args:
-    rows: rows of metrics.jsonl, of any command.
-    directory: folder of the SVG files, created if needed.
+  """Draws every plot for which the rows of metrics.jsonl, of any command, have data.
 
   Returns:
     The plots in reading order, and "" or a sentence that explains why there are none.
   """
-  rows = list(rows)
-  return _drawn(PLOTS, lambda draw: draw(rows), Path(directory))
+  return _drawn(PLOTS, list(rows), Path(directory))
 
 
 def draw_comparison(
   served: Mapping[str, Sequence[Row]], directory: str | Path
 ) -> tuple[list[Plot], str]:
-  """Draws overlap, tokens per call and time of several online runs.
+  """Draws overlap, tokens per call and time of several online runs; see `draw_plots`.
 
-  Args:
-    served: name of the run -> rows of its metrics.jsonl.
-    directory: folder of the SVG files, created if needed.
-
-  Returns:
-    As `draw_plots`.
+  `served`: name of the run -> rows of its metrics.jsonl.
   """
-  draw = lambda arguments: _compared(served, *arguments)
-  return _drawn(COMPARED, draw, Path(directory))
+  return _drawn(COMPARED, served, Path(directory))
 
 
 def _drawn(
-  plots: Mapping[str, tuple[Any, str]], draw: Callable[[Any], Any], directory: Path
+  plots: Mapping[str, tuple[Callable[[Any], Any], str]], data: Any, directory: Path
 ) -> tuple[list[Plot], str]:
   """Saves the figures that are not None."""
   try:
@@ -109,11 +94,11 @@ def _drawn(
     return [], note
   directory.mkdir(parents=True, exist_ok=True)
   saved = []
-  for name, (what, caption) in plots.items():
+  for name, (draw, caption) in plots.items():
     # The salt makes ids unique on a page that shows several plots, and the same rows
     # give the same file.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-      made = draw(what)
+      made = draw(data)
       if made is not None:
         path = directory / f"{name}.svg"
         made.savefig(path, dpi=200, metadata=dict.fromkeys(_METADATA))
@@ -135,13 +120,7 @@ def figure(
 ) -> tuple[Any, list[Any]]:
   """Makes an empty figure and returns it with its axes, row by row.
 
-  Args:
-    title: text above all axes of the figure.
-    rows: number of rows of axes.
-    columns: number of columns of axes.
-    width: width of the whole figure, in inches.
-    height: height of the whole figure, in inches.
-    alike: whether the axes share their scales.
+  Width and height are those of the whole figure, in inches; `alike` axes share scales.
   """
   # Not pyplot, which keeps global state and looks for a display.
   from matplotlib.figure import Figure
@@ -161,7 +140,7 @@ def figure(
   return made, axes
 
 
-def legend(made: Any, axes: Any) -> None:
+def legend(made: Any, axes: Any) -> Any:
   """Puts the names of the series below the axes, in columns if they fit."""
   handles, names = axes.get_legend_handles_labels()
   if names:
@@ -176,28 +155,25 @@ def legend(made: Any, axes: Any) -> None:
       handletextpad=0.5,
       columnspacing=1.3,
     )
+  return made
 
 
-def grouped_bars(
-  axes: Any,
-  groups: Sequence[str],
-  values: Mapping[str, Any],
-  colors: Sequence[str] = COLORS,
-) -> None:
+def _labelled(made: Any, axes: Any, along: str) -> Any:
+  axes.set_xlabel(along)
+  return legend(made, axes)
+
+
+def grouped_bars(axes: Any, groups: Sequence[str], values: Mapping[str, Any]) -> None:
   """Draws the series as bars next to each other in every group, with their numbers.
 
-  Args:
-    axes: matplotlib's axes, which are changed in place.
-    groups: names of the groups along the axis.
-    values: series -> one number per group; NaN draws nothing.
-    colors: one for each series, in order.
+  `values` has one number per group for each series; NaN draws nothing.
   """
   width = 0.8 / max(len(values), 1)
   for number, (name, heights) in enumerate(values.items()):
     # Centred: the middle of a group's bars is at its tick.
     shift = (number - (len(values) - 1) / 2) * width
     where = [group + shift for group in range(len(groups))]
-    bars = axes.bar(where, heights, width * 0.94, color=colors[number], label=name)
+    bars = axes.bar(where, heights, width * 0.94, color=COLORS[number], label=name)
     if len(groups) * len(values) <= 24:  # more numbers would overlap
       label = lambda height: f"{height:.2f}" if height else ""
       axes.bar_label(bars, fmt=label, fontsize="small", padding=2, color=PLAIN)
@@ -211,23 +187,14 @@ def grouped_bars(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Line:
-  """One series over requests.
+  """One series over requests."""
 
-  Attributes:
-    name: text of the legend.
-    requests: its request rows, in the order of the stream.
-    values: [n], one for each request.
-    color: colour of line and dots.
-    style: line style.
-    dots: whether single requests are drawn too.
-  """
-
-  name: str
-  requests: Sequence[Row]
-  values: np.ndarray
-  color: str
-  style: str = "-"
-  dots: bool = True
+  name: str  # text of the legend
+  requests: Sequence[Row]  # its request rows, in the order of the stream
+  values: np.ndarray  # [n], one for each request
+  color: str  # colour of line and dots
+  style: str = "-"  # line style
+  dots: bool = True  # whether single requests are drawn too
 
 
 def overlap(rows: Sequence[Row]) -> Any:
@@ -272,9 +239,7 @@ def saved(rows: Sequence[Row]) -> Any:
   where, plain = places(requests), runs.column(requests, "saved_plain_seconds")
   axes.plot(where, plain, ":", color=PLAIN, lw=2, label="against plain decoding")
   axes.plot(where, frozen, color=ONLINE, lw=2, label="against the frozen draft")
-  axes.set_xlabel("request")
-  legend(made, axes)
-  return made
+  return _labelled(made, axes, "request")
 
 
 def update_loss(rows: Sequence[Row]) -> Any:
@@ -298,9 +263,7 @@ def update_loss(rows: Sequence[Row]) -> Any:
     label = "skipped, not finite"
     axes.plot(skipped, zeros, "x", color=FLOOR, clip_on=False, label=label)
   axes.set_ylim(bottom=0)
-  axes.set_xlabel("finished requests")
-  legend(made, axes)
-  return made
+  return _labelled(made, axes, "finished requests")
 
 
 def per_position(rows: Sequence[Row]) -> Any:
@@ -341,16 +304,15 @@ def per_position(rows: Sequence[Row]) -> Any:
     axes.set_visible(False)
   for axes in grid[-min(len(panels), 2) :]:
     axes.set_xlabel("position in the round")
-  legend(made, grid[0])
-  return made
+  return legend(made, grid[0])
 
 
 def _compared(
-  served: Mapping[str, Sequence[Row]],
   title: str,
   bottom: float,
   field: str,
-  subtracted: str = "",
+  subtracted: str,
+  served: Mapping[str, Sequence[Row]],
 ) -> Any:
   """One field of several runs over their streams, minus another field if named."""
   lines, means = [], [np.array([bottom, bottom + 1e-3])]
@@ -396,17 +358,11 @@ def _over_requests(
       # Thousands of dots as a picture: as shapes they would make the page slow.
       dots = {"alpha": 0.4, "markersize": 4, "mew": 0, "rasterized": True}
       axes.plot(places(line.requests), line.values, ".", color=line.color, **dots)
-    axes.plot(
-      *_trend(line),
-      line.style,
-      color=line.color,
-      lw=2,
-      label=line.name,
-    )
+    axes.plot(*_trend(line), line.style, color=line.color, lw=2, label=line.name)
   axes.set_ylim(*limits)
-  axes.set_xlabel("request" + (f" ({hidden} dots above)" if hidden else ""))
-  legend(made, axes)
-  return made
+  return _labelled(
+    made, axes, "request" + (f" ({hidden} dots above)" if hidden else "")
+  )
 
 
 def places(requests: Sequence[Row]) -> np.ndarray:
@@ -510,8 +466,7 @@ def training_loss(rows: Sequence[Row]) -> Any:
     axes.set_yscale("log")
   else:
     axes.set_ylim(bottom=0)
-  axes.set_xlabel("optimiser step")
-  return made
+  return _labelled(made, axes, "optimiser step")
 
 
 def held_out(rows: Sequence[Row]) -> Any:
@@ -530,21 +485,11 @@ def held_out(rows: Sequence[Row]) -> Any:
   made, (axes,) = figure(titles[name])
   steps = [row["step"] for row in evaluations]
   for number, label in enumerate(tasks):
-    values = [row["tasks"].get(label, {}).get(name) for row in evaluations]
-    axes.plot(
-      steps,
-      [np.nan if value is None else value for value in values],
-      STYLES[number % len(STYLES)],
-      marker="o",
-      markersize=4,
-      color=COLORS[number % len(COLORS)],
-      lw=2,
-      label=label,
-    )
+    values = runs.column([row["tasks"].get(label, {}) for row in evaluations], name)
+    style = {"color": COLORS[number % len(COLORS)], "marker": "o", "markersize": 4}
+    axes.plot(steps, values, STYLES[number % len(STYLES)], lw=2, label=label, **style)
   axes.set_ylim(0, 1.02)
-  axes.set_xlabel("optimiser step")
-  legend(made, axes)
-  return made
+  return _labelled(made, axes, "optimiser step")
 
 
 def drafts(rows: Sequence[Row]) -> Any:
@@ -575,9 +520,7 @@ def replayed(rows: Sequence[Row]) -> Any:
   for name, color in zip(names, COLORS, strict=False):
     values = tables.trailing_mean(np.asarray([row[name] for row in answers]))
     axes.plot(places, values, color=color, label=name)
-  axes.set_xlabel("answers of the log")
-  legend(made, axes)
-  return made
+  return _labelled(made, axes, "answers of the log")
 
 
 def _by_draft(
@@ -598,8 +541,7 @@ def _by_draft(
     {name: [known.get((one, name), np.nan) for one in groups] for name in labels},
   )
   axes.margins(y=0.12)
-  legend(made, axes)
-  return made
+  return legend(made, axes)
 
 
 _LINES = "Lines are means of the last 25 requests, dots single requests."
@@ -646,19 +588,26 @@ PLOTS: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
 }
 
 _RUNS = "One line per run, mean of the last 25 requests, restarted at each shift."
-# Name -> arguments of `_compared` and caption.
-COMPARED: dict[str, tuple[tuple[Any, ...], str]] = {
+# As in `PLOTS`; the functions take name of the run -> its rows.
+COMPARED: dict[str, tuple[Callable[[Mapping[str, Sequence[Row]]], Any], str]] = {
   "compared_milliseconds_per_token": (
-    ("Milliseconds per token", 0.0, "online_ms_per_token"),
+    functools.partial(
+      _compared, "Milliseconds per token", 0.0, "online_ms_per_token", ""
+    ),
     "Decoding only, without waiting for updates; lower is better. " + _RUNS,
   ),
   "compared_tokens_per_target_call": (
-    ("Tokens per target call", 1.0, "tokens_per_target_call"),
+    functools.partial(
+      _compared, "Tokens per target call", 1.0, "tokens_per_target_call", ""
+    ),
     "Higher is better. " + _RUNS,
   ),
-  "compared_overlap": (("Overlap", 0.0, "overlap"), "Higher is better. " + _RUNS),
+  "compared_overlap": (
+    functools.partial(_compared, "Overlap", 0.0, "overlap", ""),
+    "Higher is better. " + _RUNS,
+  ),
   "compared_overlap_gain": (
-    ("Overlap gain", 0.0, "overlap", "floor_overlap"),
+    functools.partial(_compared, "Overlap gain", 0.0, "overlap", "floor_overlap"),
     "Overlap minus that of the same draft, frozen: what learning gave. " + _RUNS,
   ),
 }

@@ -34,23 +34,16 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-  """What a report says about a run.
+  """What a report says about a run."""
 
-  Attributes:
-    title: title of the page.
-    headline: the results, at most four.
-    notes: further sentences for every reader.
-    tables: heading -> rows with equal keys.
-    details: the same, folded away on the page.
-    details_notes: sentences about the details.
-  """
-
-  title: str
-  headline: Sequence[Fact] = ()
-  notes: Sequence[str] = ()
+  title: str  # title of the page
+  headline: Sequence[Fact] = ()  # the results, at most four
+  notes: Sequence[str] = ()  # further sentences for every reader
+  # Heading -> rows with equal keys.
   tables: Mapping[str, Table] = dataclasses.field(default_factory=dict)
+  # The same, folded away on the page.
   details: Mapping[str, Table] = dataclasses.field(default_factory=dict)
-  details_notes: Sequence[str] = ()
+  details_notes: Sequence[str] = ()  # sentences about the details
 
 
 def summary(rows: Sequence[Row]) -> Summary:
@@ -185,21 +178,27 @@ def _per_call(requests: Sequence[Row], name: str) -> float:
 
 def agreement_table(segmented: Segments) -> Table:
   """One row per segment: first and last `EDGE` requests, online and frozen."""
+  shown = {
+    f"overlap first {EDGE}": "overlap_first",
+    f"overlap last {EDGE}": "overlap_last",
+    f"frozen last {EDGE}": "floor_overlap_last",
+    f"draft accepted first {EDGE}": "draft_acceptance_first",
+    f"draft accepted last {EDGE}": "draft_acceptance_last",
+  }
   table = []
   for label, rows in segmented:
     found = metrics.segment_summary(list(rows), EDGE)
-    table.append(
-      {
-        "topic": label,
-        "requests": len(rows),
-        f"overlap first {EDGE}": _rounded(found["overlap_first"]),
-        f"overlap last {EDGE}": _rounded(found["overlap_last"]),
-        f"frozen last {EDGE}": _rounded(found["floor_overlap_last"]),
-        f"draft accepted first {EDGE}": _rounded(found["draft_acceptance_first"]),
-        f"draft accepted last {EDGE}": _rounded(found["draft_acceptance_last"]),
-      }
-    )
+    figures = {heading: _rounded(found[name]) for heading, name in shown.items()}
+    table.append({"topic": label, "requests": len(rows), **figures})
   return table
+
+
+# Ways of decoding, with the prefix of their fields.
+_WAYS = {"plain": "plain", "frozen": "floor", "online": "online"}
+
+
+def _compared(requests: Sequence[Row]) -> list[Row]:
+  return [row for row in requests if row.get("plain_ms_per_token") is not None]
 
 
 def speed_table(segmented: Segments) -> Table:
@@ -207,25 +206,20 @@ def speed_table(segmented: Segments) -> Table:
   table = []
   for label, rows in segmented:
     found = metrics.segment_summary(list(rows), EDGE)
-    compared = [row for row in rows if row.get("plain_ms_per_token") is not None]
-    table.append(
-      {
-        "topic": label,
-        "tokens per target call": _rounded(found["tokens_per_target_call_last"]),
-        "plain ms/token": _rounded(_ms_per_token(compared, "plain")),
-        "frozen ms/token": _rounded(_ms_per_token(compared, "floor")),
-        "online ms/token": _rounded(_ms_per_token(compared, "online")),
-      }
-    )
+    per_call = _rounded(found["tokens_per_target_call_last"])
+    times = {
+      f"{name} ms/token": _rounded(_ms_per_token(_compared(rows), field))
+      for name, field in _WAYS.items()
+    }
+    table.append({"topic": label, "tokens per target call": per_call, **times})
   return table
 
 
 def latency_table(requests: Sequence[Row]) -> Table:
   """Percentiles of ms per token over the compared requests, one row per way."""
   table = []
-  for name, field in (("plain", "plain"), ("frozen", "floor"), ("online", "online")):
-    compared = [row for row in requests if row.get("plain_ms_per_token") is not None]
-    values = runs.column(compared, f"{field}_ms_per_token")
+  for name, field in _WAYS.items():
+    values = runs.column(_compared(requests), f"{field}_ms_per_token")
     values = values[np.isfinite(values)]
     if len(values):
       found = np.percentile(values, [50, 95, 99])
@@ -247,8 +241,7 @@ def _ms_per_token(rows: Sequence[Row], name: str) -> float:
 def comparison(served: Mapping[str, Sequence[Row]]) -> Summary:
   """Summarises two or more online runs: the fastest, one row per run, verdicts.
 
-  Args:
-    served: name of the run -> rows of its metrics.jsonl.
+  `served`: name of the run -> rows of its metrics.jsonl.
   """
   table = [_comparison_row(name, rows) for name, rows in served.items()]
   streams = [
@@ -283,11 +276,7 @@ def comparison(served: Mapping[str, Sequence[Row]]) -> Summary:
       f"{fastest['run']} is {ahead:.2f}x as fast as {second['run']}: {times}.",
     )
   return Summary(
-    "Comparison of runs",
-    [fact],
-    notes,
-    {"Runs": table},
-    details_notes=verdicts,
+    "Comparison of runs", [fact], notes, {"Runs": table}, details_notes=verdicts
   )
 
 
@@ -501,14 +490,10 @@ class Segment:
 
 
 def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
-  """Splits the stream where a new source lasts for `min_run` requests.
+  """Splits the stream where a new source lasts for `min_run` consecutive requests.
 
   A stream that mixes its sources has no such position and is one segment. If no source
   returns after another one, runs may have any length.
-
-  Args:
-    requests: request rows, in the order of the stream.
-    min_run: number of consecutive requests that make a segment.
   """
   sources = [str(row.get("source", "")) for row in requests]
   if not sources:
@@ -568,12 +553,10 @@ def trailing_mean(
 
 
 def acceptance_per_position(requests: Sequence[Row]) -> np.ndarray:
-  """Share of verifications that accepted the i-th drafted token.
+  """Share of verifications that accepted the i-th drafted token, [K] float64.
 
   `accepted_per_position` of a row counts the verifications that accepted position i.
-
-  Returns:
-    [K] float64, empty if no row has the counts.
+  Without any counts, the result is empty.
   """
   rows = [row for row in requests if row.get("accepted_per_position") is not None]
   calls = sum(row["target_calls"] for row in rows)

@@ -3,6 +3,7 @@
 Importing this package loads neither orbax nor tensorboardX.
 """
 
+# ruff: noqa: F401  the names are this package's own
 from osd_jax.runs.checkpoint import Checkpointer, fingerprint
 from osd_jax.runs.directory import RunDirectory, RunResult
 from osd_jax.runs.log import (
@@ -16,20 +17,3 @@ from osd_jax.runs.log import (
   strict,
 )
 from osd_jax.runs.outputs import check_output, check_space
-
-__all__ = [
-  "Checkpointer",
-  "JsonLines",
-  "MetricsLog",
-  "RunDirectory",
-  "RunResult",
-  "check_output",
-  "check_space",
-  "column",
-  "fingerprint",
-  "of_kind",
-  "place",
-  "read",
-  "request_rows",
-  "strict",
-]

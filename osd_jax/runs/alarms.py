@@ -51,10 +51,8 @@ def observe(
 ) -> tuple[AlarmState, list[dict[str, Any]]]:
   """Updates the state with one row of metrics.jsonl, in the order of the file.
 
-  Args:
-    state: the state before the row.
-    kind: the row's kind; only "request" and "update" change anything.
-    row: a request's `drafted`, `accepted` and `loops`, or an update's `skipped`.
+  Only the kinds "request", with `drafted`, `accepted` and `loops`, and "update", with
+  `skipped`, change anything.
 
   Returns:
     The new state, and the rows of the alarms that start or end here: `alarm`, a key of

@@ -61,11 +61,9 @@ class Checkpointer:
   ):
     """Opens a folder of steps, and creates it if needed.
 
-    Args:
-      directory: the folder that holds one folder per step.
-      every: a checkpoint is due after this many finished requests.
-      logs: logs of the run. `restore` cuts them back to the rows that they had.
-      models: parameters that a run must continue with, by name; see `fingerprint`.
+    A checkpoint is due after `every` finished requests. `restore` cuts the logs back to
+    the rows that they had. `models` are parameters that a run must continue with, by
+    name; see `fingerprint`.
     """
     import orbax.checkpoint as ocp  # imported late, because it takes 0.3 s
 
@@ -94,11 +92,7 @@ class Checkpointer:
     self.close()
 
   def close(self) -> None:
-    """Waits for the step being written, then stops the thread.
-
-    Raises:
-      InputError: that step cannot be written; older steps are complete.
-    """
+    """Waits as `wait` does, then stops the thread."""
     # Even if the last step failed, the threads must end, or the process would hang.
     try:
       self.wait()
@@ -128,9 +122,8 @@ class Checkpointer:
   def resumed(self, unit: str, total: int | None) -> str:
     """Returns a sentence on where the run continues, or "" for a new run.
 
-    Args:
-      unit: name of one counted thing, such as "request".
-      total: the run's length; None if it is unknown.
+    `unit` is the name of one counted thing, such as "request"; `total` is the run's
+    length, None if it is unknown.
     """
     if self._restored is None:
       return ""
@@ -202,12 +195,8 @@ class Checkpointer:
     """Saves a step, waits for it, and removes everything else, even a copy of it.
 
     For rows that must leave the disk: nothing that was saved before is left. A process
-    that is killed meanwhile leaves a complete step, possibly an old one.
-
-    Args:
-      step: see `save`; it may be the newest step on disk. Step 0 holds no rows.
-      tree: see `save`.
-      host: see `save`.
+    that is killed meanwhile leaves a complete step, possibly an old one. The step may
+    be the newest one on disk; step 0 holds no rows.
 
     Raises:
       InputError: the step cannot be written; older steps are left.
@@ -272,7 +261,8 @@ class Checkpointer:
     unused: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
-        payload = self._read_host(step)
+        args = self._args.Composite(host=self._args.JsonRestore())
+        payload = self._manager.restore(step, args=args).host
         self._check_logs(payload["log_rows"])
         wanted = like(payload["host"]) if callable(like) else like
         self._check_fits(step, payload, wanted)
@@ -333,11 +323,6 @@ class Checkpointer:
         + "; ".join(faults[:5])
         + f"{more}. Start with the config that wrote it, or in a new directory."
       )
-
-  def _read_host(self, step: int) -> dict[str, Any]:
-    return self._manager.restore(
-      step, args=self._args.Composite(host=self._args.JsonRestore())
-    ).host
 
   def _read_arrays(
     self, step: int, checksums: Mapping[str, int | None], like: Any

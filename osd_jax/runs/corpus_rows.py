@@ -31,11 +31,9 @@ class CorpusRows:
   """
 
   def __init__(self, path: str | Path, made_from: Mapping[str, Any]):
-    """Opens or makes the folder, and reads the rows that it has.
+    """Opens or makes the folder, and reads the rows that it has; "" has no files.
 
-    Args:
-      path: the folder; "" keeps the rows in memory only.
-      made_from: JSON values that the rows depend on: prompts, target and settings.
+    `made_from` are JSON values that the rows depend on: prompts, target and settings.
 
     Raises:
       InputError: the rows in the folder were made from something else, or a file is
@@ -64,11 +62,7 @@ class CorpusRows:
       self.flush()
 
   def flush(self) -> None:
-    """Writes the rows that are in no file yet.
-
-    Raises:
-      DiskError: the file cannot be written.
-    """
+    """Writes the rows that are in no file yet; DiskError if that fails."""
     if not self._waiting or self._path is None:
       return
     indices = list(self._waiting)

@@ -34,13 +34,8 @@ from osd_jax.runs import log
 
 # Only these names are ever removed: files that a run writes at its start, and results.
 _FIRST = (
-  "config.json",
-  "operative_config.gin",
-  "provenance.json",
-  "metrics.jsonl",
-  "outputs.jsonl",
-  "checkpoints",
-  "tensorboard",
+  *("config.json", "operative_config.gin", "provenance.json", "metrics.jsonl"),
+  *("outputs.jsonl", "checkpoints", "tensorboard"),
 )
 _RESULTS = ("certificate.json", "draft.safetensors", "drafts", "plots", "report.html")
 _LOCK = ".lock"

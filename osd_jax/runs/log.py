@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import flax.traverse_util
 import numpy as np
 
 from osd_jax import base
@@ -45,8 +46,7 @@ class JsonLines:
   def append(self, row: Row) -> None:
     """Appends one object of plain values and flushes it to the operating system.
 
-    Raises:
-      DiskError: the row cannot be written, for example because the disk is full.
+    Raises DiskError if that fails, for example because the disk is full.
     """
     # NaN is not JSON: other readers would reject the whole file.
     text = json.dumps(row, allow_nan=False, ensure_ascii=False)
@@ -86,12 +86,8 @@ class MetricsLog(JsonLines):
   def __init__(self, path: str | Path, tensorboard: Path | None = None):
     """Opens `path` for appending; its folder must exist.
 
-    Args:
-      path: the file, usually metrics.jsonl of a run.
-      tensorboard: folder of TensorBoard events; None writes none.
-
-    Raises:
-      MissingExtraError: tensorboardX is not installed.
+    `tensorboard` is the folder of TensorBoard events; None writes none. They need the
+    extra [log].
     """
     super().__init__(path)
     self._events = None if tensorboard is None else _Events(tensorboard)
@@ -99,9 +95,7 @@ class MetricsLog(JsonLines):
   def write(self, kind: str, values: Row) -> None:
     """Appends one row. Arrays and numpy or jax scalars become plain numbers.
 
-    Raises:
-      TypeError: a value has no JSON form.
-      DiskError: the row cannot be written, for example because the disk is full.
+    Raises TypeError if a value has no JSON form, and as `append`.
     """
     plain, nonfinite = strict(values)
     listed = {"nonfinite": nonfinite} if nonfinite else {}
@@ -149,22 +143,15 @@ class _Events:
       self._writer = self._make(
         str(self._directory), filename_suffix=f".{before}", **purge
       )
-    for name, value in _numbers(row):
-      self._writer.add_scalar(f"{kind}/{name}", value, self._step)
+    for name, value in flax.traverse_util.flatten_dict(row, sep="/").items():
+      if isinstance(value, int | float):
+        self._writer.add_scalar(f"{kind}/{name}", value, self._step)
     if kind == "alarm":
       self._writer.add_text("alarm", row["text"], self._step)
 
   def close(self) -> None:
     if self._writer is not None:
       self._writer.close()
-
-
-def _numbers(row: Row, above: str = "") -> Iterator[tuple[str, float]]:
-  for name, value in row.items():
-    if isinstance(value, Mapping):
-      yield from _numbers(value, f"{above}{name}/")
-    elif isinstance(value, int | float):
-      yield f"{above}{name}", value
 
 
 # --- Reading --------------------------------------------------------------------------

@@ -34,12 +34,8 @@ class Logbook:
   ):
     """Opens both logs.
 
-    Args:
-      directory: the run's folder, opened for writing.
-      keep_outputs: see `OnlineConfig.keep_outputs`.
-      tensorboard: whether to write TensorBoard events too.
-      announce: called with each text for the user.
-      learns: whether the draft learns, so that there is a verdict on learning.
+    `announce` is called with each text for the user. Only a draft that `learns` has a
+    verdict on learning. For `keep_outputs` see `OnlineConfig`.
     """
     self._announce, self._learns = announce, learns
     self._keep_outputs = keep_outputs
@@ -57,10 +53,8 @@ class Logbook:
   def write(self, kind: str, row: dict[str, Any], finished: int) -> None:
     """Logs a row, the verdict so far, and the alarms that start or end here.
 
-    Args:
-      kind: the row's kind, such as "request" or "update".
-      row: its fields. For a request, the fields of the verdict are added to it.
-      finished: number of finished requests, noted in alarms.
+    The fields of the verdict are added to the row of a request. `finished` requests
+    have finished, which alarms note.
     """
     # Observed before the row is written, so that a request's row holds the verdict that
     # includes it.
@@ -92,8 +86,7 @@ class Logbook:
   def restore(self) -> float:
     """Computes the verdict and the alarms from the rows of the log.
 
-    Returns:
-      Seconds that the run had served when its last row was written.
+    Returns the seconds that the run had served when its last row was written.
     """
     rows = list(log_lib.read(self._rows.path))
     self._alarms = alarms.replay(rows)

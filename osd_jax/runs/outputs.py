@@ -53,12 +53,7 @@ def check_output(
 
 
 def check_space(config: Any, arrays: Any) -> None:
-  """Raises InputError if a run's checkpoints of some arrays would not fit on its disk.
-
-  Args:
-    config: config of the command; has `run_directory`.
-    arrays: pytree of what a checkpoint holds.
-  """
+  """Raises InputError if a run's checkpoints of such arrays do not fit on its disk."""
   size = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
   setting = f"{type(config).__name__}.run_directory"
   # While a step is written, all kept ones are there too.

@@ -40,10 +40,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 def make(service: Service, token: str = "") -> Starlette:
   """Returns the application.
 
-  Args:
-    service: answers the requests.
-    token: bearer token that every route but the live page and /health needs; "" for
-      none.
+  Every route but the live page and /health needs the bearer token; "" for none.
   """
   routes = _Routes(service, bool(token))
   table: list[tuple[str, str, Handler]] = [
@@ -75,6 +72,13 @@ def make(service: Service, token: str = "") -> Starlette:
         refusal = Refusal(400, " ".join(str(error).split()))
       except EngineFailedError as error:
         refusal = Refusal(503, f"the engine has failed: {error}.", code="failed")
+      except QueueFullError:
+        waiting = service.config.places
+        said = f"the queue is full ({waiting} requests are waiting); try again later"
+        refusal = Refusal(429, f"{said}.", code="queue_full")
+      except DrainingError:
+        said = "the server is shutting down and takes no more requests"
+        refusal = Refusal(503, f"{said}.", code="draining")
       except Refusal as error:
         refusal = error
       service.metrics.refused(refusal.status)
@@ -105,8 +109,7 @@ def _refused(refusal: Refusal) -> JSONResponse:
   return JSONResponse(refusal.body(), refusal.status, headers)
 
 
-async def _unknown_path(request: Request, error: Exception) -> Response:
-  del error
+async def _unknown_path(request: Request, _: Exception) -> Response:
   return _refused(Refusal(404, f"{request.url.path}: no such path."))
 
 
@@ -116,8 +119,7 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
   return JSONResponse(refusal.body(), 405, headers)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-  del request
+async def _failed(_: Request, error: Exception) -> Response:
   said = f"an error of the server: {type(error).__name__}; its log has the details"
   return _refused(Refusal(500, f"{said}."))
 
@@ -129,21 +131,18 @@ class _Routes:
     self._service, self._model = service, service.config.model_name
     page = importlib.resources.files("osd_jax.serving") / "page.html"
     self._page = page.read_text(encoding="utf-8")
-    self._listed = {"id": self._model, "object": "model", "owned_by": "osd_jax"}
     decoding = service.config.decoding
+    self._longest = decoding.source_lengths[-1] + decoding.target_length
     lengths = decoding.target_length, decoding.record_top_k
     self._schema = schema.make(self._model, *lengths, token=has_token)
 
-  async def page(self, request: Request) -> Response:
-    del request
+  async def page(self, _: Request) -> Response:
     return HTMLResponse(self._page)
 
-  async def live(self, request: Request) -> Response:
-    del request
+  async def live(self, _: Request) -> Response:
     return JSONResponse(self._service.live())
 
-  async def health(self, request: Request) -> Response:
-    del request
+  async def health(self, _: Request) -> Response:
     load = self._service.scheduler.load
     if load.failure is not None:
       raise Refusal(503, "the engine has failed; restart the server.", code="failed")
@@ -151,12 +150,10 @@ class _Routes:
       raise Refusal(503, "the server is shutting down.", code="draining")
     return Response()
 
-  async def metrics(self, request: Request) -> Response:
-    del request
+  async def metrics(self, _: Request) -> Response:
     return Response(self._service.exposition(), media_type=_PROMETHEUS)
 
-  async def draft(self, request: Request) -> Response:
-    del request
+  async def draft(self, _: Request) -> Response:
     headers = {"Content-Disposition": 'attachment; filename="draft.safetensors"'}
     return Response(await self._service.draft(), 200, headers, _BYTES)
 
@@ -172,8 +169,7 @@ class _Routes:
         raise Refusal(400, said) from None
     return JSONResponse({"draft_version": version})
 
-  async def clear_cache(self, request: Request) -> Response:
-    del request
+  async def clear_cache(self, _: Request) -> Response:
     await self._service.clear_cache()
     return Response(status_code=204)
 
@@ -182,19 +178,15 @@ class _Routes:
     await self._service.forget_tenant(name)
     return Response(status_code=204)
 
-  async def version(self, request: Request) -> Response:
-    del request
+  async def version(self, _: Request) -> Response:
     return JSONResponse({"version": importlib.metadata.version("osd-jax")})
 
-  async def openapi(self, request: Request) -> Response:
-    del request
+  async def openapi(self, _: Request) -> Response:
     return JSONResponse(self._schema)
 
-  async def models(self, request: Request) -> Response:
-    del request
-    decoding = self._service.config.decoding
-    longest = decoding.source_lengths[-1] + decoding.target_length
-    listed = {**self._listed, "created": 0, "max_model_len": longest}
+  async def models(self, _: Request) -> Response:
+    listed = {"id": self._model, "object": "model", "owned_by": "osd_jax"}
+    listed |= {"created": 0, "max_model_len": self._longest}
     return JSONResponse({"object": "list", "data": [listed]})
 
   async def completions(self, request: Request) -> Response:
@@ -213,9 +205,7 @@ class _Routes:
       tokens = self._service.encode(prompt, False)
     else:
       raise Refusal(400, "prompt: missing; expected a text, or messages.", "prompt")
-    decoding = self._service.config.decoding
-    longest = decoding.source_lengths[-1] + decoding.target_length
-    body = {"count": len(tokens), "max_model_len": longest}
+    body = {"count": len(tokens), "max_model_len": self._longest}
     return JSONResponse({**body, "tokens": tokens.tolist()})
 
   async def detokenize(self, request: Request) -> Response:
@@ -230,7 +220,7 @@ class _Routes:
     top = service.config.decoding.record_top_k
     fields = await _fields(request)
     ask = protocol.read_ask(fields, is_chat, self._model, service.sampling, top)
-    call = self._submit(ask)
+    call = service.submit(ask)
     reply = protocol.Reply(ask, self._model)
     if ask.stream:
       lines = self._stream(ask, call, reply)
@@ -238,17 +228,6 @@ class _Routes:
     async with _cancelled_on_disconnect(request, call, service):
       choices = await self._choices(ask, call)
     return JSONResponse(reply.whole(choices, self._metrics(choices)))
-
-  def _submit(self, ask: protocol.Ask) -> Call:
-    try:
-      return self._service.submit(ask)
-    except QueueFullError:
-      waiting = self._service.config.places
-      said = f"the queue is full ({waiting} requests are waiting); try again later"
-      raise Refusal(429, f"{said}.", code="queue_full") from None
-    except DrainingError:
-      said = "the server is shutting down and takes no more requests"
-      raise Refusal(503, f"{said}.", code="draining") from None
 
   async def _choices(self, ask: protocol.Ask, call: Call) -> list[protocol.Choice]:
     found = []
@@ -260,7 +239,6 @@ class _Routes:
   async def _stream(
     self, ask: protocol.Ask, call: Call, reply: protocol.Reply
   ) -> AsyncIterator[bytes]:
-    """Yields server-sent events."""
     choices: list[protocol.Choice] = []
     try:
       for chunk in reply.first_chunks():

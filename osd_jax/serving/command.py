@@ -22,37 +22,20 @@ __all__ = ["ServeConfig", "run"]
 TOKEN = "OSD_API_KEY"  # an environment variable, because `ps` shows command lines
 # Settings that may change when a server continues with a run directory.
 _FREE = (
-  "learn",
-  "model_name",
-  "host",
-  "port",
-  "max_waiting",
-  "shutdown_seconds",
-  "checkpoint_every",
-  "sampling",
-  "share_cache",
-  "record_seconds",
-  "stream_tokens",
+  *("learn", "model_name", "host", "port", "max_waiting", "shutdown_seconds"),
+  *("checkpoint_every", "sampling", "share_cache", "record_seconds", "stream_tokens"),
 )
 
 
 def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
-  """Serves until SIGTERM or Ctrl-C.
+  """Serves until SIGTERM or Ctrl-C; returns the run directory, "." without one.
 
-  Args:
-    config: what is served, and how.
-    operative_config: gin text stored in the run directory.
-
-  Returns:
-    The run directory, "." without one.
+  `operative_config` is gin text that is stored in the run directory.
   """
-  try:
+  with base.extra("serve", "osd serve"):
     import starlette  # noqa: F401
     import uvicorn  # noqa: F401
-  except ImportError as error:
-    raise base.MissingExtraError(
-      f"osd serve needs {error.name}; install the extra (pip install 'osd-jax[serve]')."
-    ) from error
+
   from osd_jax.serving import app
 
   background.share_heaps()

@@ -64,11 +64,7 @@ class Journal:
     self.end = max((row["number"] + 1 for row in self.read(0)), default=0)
 
   def append(self, done: Finished, tag: Tag) -> None:
-    """Writes one answer and flushes it to the operating system.
-
-    Raises:
-      DiskError: it cannot be written.
-    """
+    """Writes one answer and flushes it; DiskError if that fails."""
     row = {"number": self.end, **tag, "target": self.target}
     row["prompt"] = done.request.tokens.tolist()
     sampling = vars(done.request.sampling)
@@ -142,16 +138,15 @@ class Learning:
   ):
     """Restores the learner from the run directory, if there is one.
 
-    Args:
-      server: its learner is used by the learning thread only.
-      directory: keeps checkpoints and the journal; None keeps nothing.
-      every: answers between checkpoints.
-      on_learned: called with the overlap of the newest draft with every answer, before
-        it learns from the answer; with that of the first draft, or None if it was not
-        measured; and with the update that has ended, if any.
-      record_seconds: older records are removed by `expire`; 0 keeps them.
-      keep_answers: False writes no token of a request to the disk.
-      clock: seconds since 1970.
+    The learner of `server` is used by the learning thread only. Checkpoints, one in
+    `every` answers, and the journal are kept in `directory`; None keeps nothing.
+    Records older than `record_seconds` are removed by `expire`; 0 keeps them.
+    `keep_answers` = False writes no token of a request to the disk. `clock` returns
+    seconds since 1970.
+
+    `on_learned` is called with the overlap of the newest draft with every answer,
+    before it learns from the answer; with that of the first draft, or None if it was
+    not measured; and with the update that has ended, if any.
 
     Raises:
       InputError: the pair's draft cannot learn, or no checkpoint can be used.
@@ -193,10 +188,7 @@ class Learning:
   ) -> None:
     """Takes an answer; called on the serving thread, which it never delays for long.
 
-    Args:
-      done: the answer.
-      tenant: name of its tenant; "" for none.
-      is_dropped: called before the draft learns from the answer; True if it must not.
+    `is_dropped` is called before the draft learns from the answer; True if it must not.
     """
     is_broken = done.stop_reason == base.StopReason.NOT_FINITE
     with self._lock:
@@ -220,10 +212,7 @@ class Learning:
     return self._thread.submit(call)
 
   def load(self, params: base.Params) -> int:
-    """Goes on from another draft; called on the learning thread.
-
-    Returns:
-      Its version.
+    """Goes on from another draft, and returns its version; on the learning thread.
 
     Raises:
       InputError: it does not fit the pair, or cannot be saved.
@@ -235,13 +224,10 @@ class Learning:
     return version
 
   def forget(self, drops: Callable[[Tag], bool]) -> None:
-    """Removes records from the buffer, the journal and the checkpoints.
+    """Removes records whose tags `drops` chooses from buffer, journal and checkpoints.
 
     Runs on the learning thread, see `submit`. When it returns, no file of the run
     directory holds them. What the draft has learnt from them stays in its weights.
-
-    Args:
-      drops: whether to remove the record with this tag.
 
     Raises:
       InputError: learning has failed, or a checkpoint cannot be written.
@@ -275,8 +261,7 @@ class Learning:
   def close(self, timeout: float) -> bool:
     """Learns from the answers that wait, up to `timeout` seconds, and saves.
 
-    Returns:
-      Whether it learned from all of them. The others stay in the journal.
+    Returns whether it learned from all of them. The others stay in the journal.
     """
     ended = self._thread.submit(self._save)
     finished, _ = concurrent.futures.wait([ended], timeout)
@@ -319,7 +304,6 @@ class Learning:
     self._on_learned(overlap, floor, outcome)
 
   def _overlap(self, params: base.Params, done: Finished) -> float:
-    """Returns the overlap of a draft with an answer."""
     server = self._server
     found = agreement.of_answer(server.pair.draft, params, done, server.shortlist)
     return float(np.asarray(found.distribution_overlap)[0])

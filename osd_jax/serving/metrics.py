@@ -14,34 +14,16 @@ from osd_jax.serving.learning import FLOOR_EVERY
 from osd_jax.serving.scheduler import Job, Load
 
 SECONDS = (
-  0.001,
-  0.0025,
-  0.005,
-  0.01,
-  0.025,
-  0.05,
-  0.1,
-  0.25,
-  0.5,
-  1,
-  2.5,
-  5,
-  10,
-  30,
-  60,
+  *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+  *(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 # Answers whose means the live page and the gauges show.
 RECENT = 64
 EARLIER = 32  # overlaps that must be known before a change can be seen
 _TOTALS = (
-  "requests",
-  "tokens",
-  "updates",
-  "update_seconds",
-  "plain_seconds",
-  "decoding_seconds",
-  "traffic_shifts",
+  *("requests", "tokens", "updates", "traffic_shifts"),
+  *("update_seconds", "plain_seconds", "decoding_seconds"),
 )
 
 _COUNTERS = {
@@ -102,12 +84,9 @@ class Metrics:
   """The metrics of one server, in a registry of their own."""
 
   def __init__(self, model: str, num_draft_tokens: int, sources: Sequence[str]):
-    """Makes all metrics.
+    """Makes all metrics, for K drafted positions.
 
-    Args:
-      model: their label `model_name`.
-      num_draft_tokens: K, the number of positions that are counted.
-      sources: what names drafted tokens: "draft", "cache", both or neither.
+    `sources` is what names drafted tokens: "draft", "cache", both or neither.
     """
     self._positions, self._sources = num_draft_tokens, tuple(sources)
     self._registry = prometheus.CollectorRegistry()
@@ -115,10 +94,7 @@ class Metrics:
     common = {"model_name": model, "engine": "0"}
     self._made: dict[str, Any] = {}
     labels = tuple(common)
-    for kind, table in (
-      (prometheus.Counter, _COUNTERS),
-      (prometheus.Gauge, _GAUGES),
-    ):
+    for kind, table in ((prometheus.Counter, _COUNTERS), (prometheus.Gauge, _GAUGES)):
       for name, text in table.items():
         made = kind(name, text, labels, registry=self._registry)
         self._made[name] = made.labels(**common)
@@ -143,13 +119,9 @@ class Metrics:
       self._by_source(source, 0, 0)
 
   def count(self, job: Job, done: Finished, now: float, plain: float) -> None:
-    """Counts a finished answer.
+    """Counts a finished answer at `now`, on the clock of `Job.arrived`.
 
-    Args:
-      job: what was asked.
-      done: the answer.
-      now: clock of `Job.arrived`.
-      plain: estimated seconds of plain decoding for it; 0 if nothing is drafted.
+    `plain` is the estimate of the seconds of plain decoding; 0 if nothing is drafted.
     """
     tokens, first = len(done.tokens), job.first_token or now
     steps = done.target_calls if done.drafted else 0
@@ -162,7 +134,10 @@ class Metrics:
     self._add("vllm:prompt_tokens", len(done.request.tokens))
     self._add("vllm:generation_tokens", tokens)
     self._add("osd:target_calls", done.target_calls)
-    self._count_sources(done)
+    by_cache = done.drafted_by_cache, done.accepted_by_cache
+    by_draft = done.drafted - by_cache[0], done.accepted - by_cache[1]
+    for source in self._sources:
+      self._by_source(source, *(by_cache if source == "cache" else by_draft))
     reason = finish_reason(done)
     name = "vllm:request_success"
     self._made[name].labels(**self._common, finished_reason=reason).inc()
@@ -184,8 +159,8 @@ class Metrics:
       "calls": done.target_calls,
       "accepted": done.accepted,
       "drafted": done.drafted,
-      "by_draft": done.accepted - done.accepted_by_cache,
-      "by_cache": done.accepted_by_cache,
+      "by_draft": by_draft[1],
+      "by_cache": by_cache[1],
       "plain_seconds": plain,
       "decoding_seconds": done.milliseconds / 1e3 if plain else 0.0,
     }
@@ -246,12 +221,7 @@ class Metrics:
     }
 
   def text(self, load: Load, gauges: Mapping[str, float]) -> bytes:
-    """Returns all metrics in Prometheus' text format.
-
-    Args:
-      load: what the scheduler holds.
-      gauges: values of further gauges by their names.
-    """
+    """Returns all metrics in Prometheus' text format, `gauges` included."""
     recent = self.snapshot()
     for name, value in (
       ("vllm:num_requests_running", load.running),
@@ -273,14 +243,6 @@ class Metrics:
   def _compiled(self, event: str, *_: Any, **__: Any) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
       self._add("osd:compilations", 1)
-
-  def _count_sources(self, done: Finished) -> None:
-    drafted = {"cache": done.drafted_by_cache}
-    accepted = {"cache": done.accepted_by_cache}
-    drafted["draft"] = done.drafted - done.drafted_by_cache
-    accepted["draft"] = done.accepted - done.accepted_by_cache
-    for source in self._sources:
-      self._by_source(source, drafted[source], accepted[source])
 
   def _by_source(self, source: str, drafted: int, accepted: int) -> None:
     for name, count in (("draft", drafted), ("accepted_draft", accepted)):

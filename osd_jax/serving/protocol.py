@@ -79,39 +79,30 @@ class Refusal(Exception):
     return {"error": {**error, "code": self.code}}
 
 
+def _wrong(where: str, said: str, code: str | None = None) -> Refusal:
+  """The refusal of a parameter, or of a place in it, such as messages[0]."""
+  return Refusal(400, f"{where}: {said}.", re.split(r"[.\[]", where)[0], code)
+
+
 @dataclasses.dataclass(frozen=True)
 class Ask:
-  """A checked request.
+  """A checked request."""
 
-  Attributes:
-    is_chat: whether it came as messages.
-    inputs: a text, a conversation or token ids for each prompt.
-    prompt: settings of all prompts; its text is not used.
-    n: answers per prompt; answer i of all draws with seed + i.
-    stream: send pieces of text as they are accepted.
-    include_usage: a stream ends with a chunk that holds the usage.
-    echo: answers begin with their prompt.
-    top_logprobs: number of alternatives per token; None for no log-probabilities.
-    tenant: whose request it is; "" for none.
-  """
-
-  is_chat: bool
+  is_chat: bool  # whether it came as messages
+  # A text, a conversation or token ids for each prompt.
   inputs: tuple[str | tuple[int, ...], ...]
-  prompt: Prompt
-  n: int = 1
-  stream: bool = False
-  include_usage: bool = False
-  echo: bool = False
+  prompt: Prompt  # settings of all prompts; its text is not used
+  n: int = 1  # answers per prompt; answer i of all draws with seed + i
+  stream: bool = False  # send pieces of text as they are accepted
+  include_usage: bool = False  # a stream ends with a chunk that holds the usage
+  echo: bool = False  # answers begin with their prompt
+  # Number of alternatives per token; None for no log-probabilities.
   top_logprobs: int | None = None
-  tenant: str = ""
+  tenant: str = ""  # whose request it is; "" for none
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-  """Parses the JSON object of a request's body.
-
-  Raises:
-    Refusal: it is not a JSON object.
-  """
+  """Parses the body of a request; Refusal if it is not a JSON object."""
   try:
     fields = json.loads(body)
     # Lone surrogates have no encoding, and tokenizers fail on them.
@@ -131,27 +122,25 @@ def read_ask(
   defaults: SamplingConfig,
   record_top_k: int = 0,
 ) -> Ask:
-  """Checks a request for completions.
+  """Checks a request for completions, or for chat completions if `is_chat`.
 
-  Args:
-    fields: the parsed body.
-    is_chat: whether it was sent to chat/completions.
-    model: name of the served model.
-    defaults: sampling of requests that state none.
-    record_top_k: entries kept of the target's distributions; more alternatives per
-      token cannot be returned.
+  `defaults` is the sampling of requests that state none. Only `record_top_k` entries of
+  the target's distributions are kept, so no more alternatives per token can be
+  returned.
 
   Raises:
     Refusal: a parameter is wrong, missing, unknown or not supported.
   """
   given = _supported(fields, _CHAT if is_chat else _COMPLETION)
   check_model(given, model)
-  inputs = (_conversation(given),) if is_chat else _prompts(given)
+  if is_chat and "messages" not in given:
+    raise _wrong("messages", "missing; expected a list of messages")
+  inputs = (read_messages(given["messages"]),) if is_chat else _prompts(given)
   n = given.get("n", 1)
   if n * len(inputs) > MAX_CHOICES:
     asked = f"n = {n} for {len(inputs)} prompts"
     expected = f"at most {MAX_CHOICES} answers in one request"
-    raise Refusal(400, f"n: received {asked}, expected {expected}.", "n")
+    raise _wrong("n", f"received {asked}, expected {expected}")
   ask = Ask(
     is_chat=is_chat,
     inputs=inputs,
@@ -165,11 +154,9 @@ def read_ask(
   )
   if ask.top_logprobs is not None and (ask.stream or ask.echo):
     other = "stream" if ask.stream else "echo"
-    raise Refusal(
-      400, f"logprobs: not supported together with {other}; leave one out.", "logprobs"
-    )
+    raise _wrong("logprobs", f"not supported together with {other}; leave one out")
   if ask.echo and not all(isinstance(one, str) for one in inputs):
-    raise Refusal(400, "echo: expected a prompt of text, not of token ids.", "echo")
+    raise _wrong("echo", "expected a prompt of text, not of token ids")
   return ask
 
 
@@ -185,22 +172,18 @@ def check_model(given: Mapping[str, Any], model: str) -> None:
 # --- Parameters -----------------------------------------------------------------------
 
 
-def _is_number(value: Any) -> bool:
-  is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  return is_number and math.isfinite(value)
-
-
-def _is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-  is_integer = isinstance(value, int) and not isinstance(value, bool)
-  return is_integer and low <= value <= high
+def _is_in(value: Any, kinds: Any, low: float, high: float) -> bool:
+  return (
+    isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+  )
 
 
 def _number(low: float, high: float, text: str) -> tuple[Callable[[Any], bool], str]:
-  return lambda x: _is_number(x) and low <= x <= high, text
+  return lambda x: _is_in(x, int | float, low, high), text
 
 
 def _integer(low: float, high: float, text: str) -> tuple[Callable[[Any], bool], str]:
-  return lambda x: _is_integer(x, low, high), text
+  return lambda x: _is_in(x, int, low, high), text
 
 
 def _is_stop(value: Any) -> bool:
@@ -262,14 +245,13 @@ def _supported(fields: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
     if name in known:
       holds, expected = known[name]
       if not holds(value):
-        received = f"received {_shown(value)}, expected {expected}"
-        raise Refusal(400, f"{name}: {received}.", name)
+        raise _wrong(name, f"received {_shown(value)}, expected {expected}")
       given[name] = value
     elif name in NEUTRAL:
       if value not in NEUTRAL[name]:
         expected = " or ".join(json.dumps(one) for one in NEUTRAL[name])
         said = f"not supported; leave it out, or give {expected}"
-        raise Refusal(400, f"{name}: {said}.", name, "unsupported_parameter")
+        raise _wrong(name, said, "unsupported_parameter")
     else:
       close = difflib.get_close_matches(name, known, 1)
       hint = f"; did you mean {close[0]}?" if close else "; leave it out."
@@ -281,9 +263,7 @@ def _supported(fields: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
 def _settings(given: Mapping[str, Any], defaults: SamplingConfig) -> Prompt:
   """Returns the settings of a request as a prompt without its text."""
   if "max_tokens" in given and "max_completion_tokens" in given:
-    raise Refusal(
-      400, "max_tokens: give max_completion_tokens or max_tokens.", "max_tokens"
-    )
+    raise _wrong("max_tokens", "give max_completion_tokens or max_tokens")
   names = ("temperature", "top_p", "min_p", "repetition_penalty")
   settings: dict[str, Any] = {
     name: float(given.get(name, getattr(defaults, name))) for name in names
@@ -306,15 +286,13 @@ def _settings(given: Mapping[str, Any], defaults: SamplingConfig) -> Prompt:
 def _include_usage(given: Mapping[str, Any]) -> bool:
   options = given.get("stream_options", {})
   if options and not given.get("stream", False):
-    raise Refusal(400, "stream_options: needs stream = true.", "stream_options")
+    raise _wrong("stream_options", "needs stream = true")
   for name, value in options.items():
+    where = f"stream_options.{name[:80]}"
     if name not in ("include_usage", "include_obfuscation"):
-      raise Refusal(
-        400, f"stream_options.{name[:80]}: no such option.", "stream_options"
-      )
+      raise _wrong(where, "no such option")
     if not isinstance(value, bool):
-      said = f"received {_shown(value)}, expected true or false"
-      raise Refusal(400, f"stream_options.{name}: {said}.", "stream_options")
+      raise _wrong(where, f"received {_shown(value)}, expected true or false")
   return options.get("include_usage", False)
 
 
@@ -325,10 +303,10 @@ def _top_logprobs(
   name = "top_logprobs" if is_chat else "logprobs"
   asked = given.get(name, 0 if is_chat and given.get("logprobs") else None)
   if is_chat and asked is not None and not given.get("logprobs"):
-    raise Refusal(400, "top_logprobs: needs logprobs = true.", name)
+    raise _wrong(name, "needs logprobs = true")
   if asked and asked > record_top_k:
     expected = f"at most {record_top_k}, DecodingConfig.record_top_k of this server"
-    raise Refusal(400, f"{name}: received {asked}, expected {expected}.", name)
+    raise _wrong(name, f"received {asked}, expected {expected}")
   return asked
 
 
@@ -336,7 +314,7 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
   """Reads `prompt`: a text, token ids, or a list of either."""
   prompt = given.get("prompt")
   if prompt is None:
-    raise Refusal(400, "prompt: missing; expected a text or token ids.", "prompt")
+    raise _wrong("prompt", "missing; expected a text or token ids")
   is_single = isinstance(prompt, str) or (prompt and _is_tokens(prompt))
   found = []
   for one in [prompt] if is_single else prompt:
@@ -346,59 +324,41 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
       found.append(tuple(one))
     else:
       said = f"received {_shown(one)} in a list, expected texts or lists of token ids"
-      raise Refusal(400, f"prompt: {said}.", "prompt")
+      raise _wrong("prompt", said)
   if not found:
-    raise Refusal(400, "prompt: received an empty list, expected a prompt.", "prompt")
+    raise _wrong("prompt", "received an empty list, expected a prompt")
   return tuple(found)
 
 
 def _is_tokens(value: Any) -> bool:
-  return isinstance(value, list) and all(_is_integer(x, 0, 2**31 - 1) for x in value)
-
-
-def _conversation(given: Mapping[str, Any]) -> str:
-  """Reads `messages`; one of a user is a prompt like any other."""
-  if "messages" not in given:
-    raise Refusal(400, "messages: missing; expected a list of messages.", "messages")
-  return read_messages(given["messages"])
+  return isinstance(value, list) and all(_is_in(x, int, 0, 2**31 - 1) for x in value)
 
 
 def read_messages(messages: Sequence[Any]) -> str:
   """Returns a `chat.Conversation`, or the text of a single message of a user.
 
-  Raises:
-    Refusal: something is not a message of text.
+  Anything but messages of text is refused.
   """
   read = [_message(index, message) for index, message in enumerate(messages)]
   if read[-1]["role"] == "assistant":
-    said = "the last message is the assistant's, expected the user's"
-    raise Refusal(400, f"messages: {said}.", "messages")
+    raise _wrong("messages", "the last message is the assistant's, expected the user's")
   if len(read) == 1 and read[0]["role"] == "user":
     return _text(read[0]["content"], "messages")
   return chat.Conversation(read)
 
 
 def read_tenant(name: str) -> str:
-  """Checks the tenant in a path.
-
-  Raises:
-    Refusal: no request can have this tenant.
-  """
+  """Checks the tenant in a path; Refusal if no request can have it."""
   if not _is_tenant(name):
-    said = f"received {_shown(name)}, expected 1 to 64 {_LETTERS}"
-    raise Refusal(400, f"tenant: {said}.", "tenant")
+    raise _wrong("tenant", f"received {_shown(name)}, expected 1 to 64 {_LETTERS}")
   return name
 
 
 def read_tokens(fields: Mapping[str, Any]) -> list[int]:
-  """Reads `tokens` of a request to detokenize.
-
-  Raises:
-    Refusal: they are not token ids.
-  """
+  """Reads `tokens` of a request to detokenize; Refusal if they are not token ids."""
   tokens = fields.get("tokens")
   if tokens is None or not _is_tokens(tokens):
-    raise Refusal(400, "tokens: expected a list of token ids.", "tokens")
+    raise _wrong("tokens", "expected a list of token ids")
   return tokens
 
 
@@ -406,16 +366,12 @@ def _message(index: int, message: Any) -> dict[str, str]:
   where = f"messages[{index}]"
   if not isinstance(message, dict):
     expected = "an object with role and content"
-    raise Refusal(
-      400, f"{where}: received {_shown(message)}, expected {expected}.", "messages"
-    )
+    raise _wrong(where, f"received {_shown(message)}, expected {expected}")
   role, content = message.get("role"), message.get("content")
   role = "system" if role == "developer" else role
   if role not in ("system", "user", "assistant"):
     expected = "system, developer, user or assistant"
-    raise Refusal(
-      400, f"{where}.role: received {_shown(role)}, expected {expected}.", "messages"
-    )
+    raise _wrong(f"{where}.role", f"received {_shown(role)}, expected {expected}")
   if isinstance(content, list):
     parts = [part if isinstance(part, dict) else {} for part in content]
     texts = [part.get("text") for part in parts if part.get("type") == "text"]
@@ -423,13 +379,13 @@ def _message(index: int, message: Any) -> dict[str, str]:
       content = "".join(map(str, texts))
   if not isinstance(content, str):
     said = "expected a text, or a list of parts of type text"
-    raise Refusal(400, f"{where}.content: {said}.", "messages")
+    raise _wrong(f"{where}.content", said)
   return {"role": role, "content": content}
 
 
 def _text(text: str, name: str) -> str:
   if not text.strip():
-    raise Refusal(400, f"{name}: received an empty text, expected a prompt.", name)
+    raise _wrong(name, "received an empty text, expected a prompt")
   return text
 
 
@@ -448,23 +404,14 @@ def _shown(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """One finished answer.
+  """One finished answer."""
 
-  Attributes:
-    index: its number in the request.
-    text: the answer.
-    finish_reason: "stop" or "length".
-    prompt_tokens: tokens of its prompt.
-    done: the engine's result.
-    logprobs: the object that the API returns, or None.
-  """
-
-  index: int
+  index: int  # its number in the request
   text: str
-  finish_reason: str
-  prompt_tokens: int
-  done: Finished
-  logprobs: dict[str, Any] | None = None
+  finish_reason: str  # "stop" or "length"
+  prompt_tokens: int  # tokens of its prompt
+  done: Finished  # the engine's result
+  logprobs: dict[str, Any] | None = None  # the object that the API returns, or None
 
 
 class Reply:
@@ -560,18 +507,11 @@ def speculation(done: Finished, num_draft_tokens: int) -> dict[str, Any]:
 
 
 def log_probs(
-  ask: Ask,
-  done: Finished,
-  chosen: np.ndarray,
-  decode: Callable[[Any], str],
+  ask: Ask, done: Finished, chosen: np.ndarray, decode: Callable[[Any], str]
 ) -> dict[str, Any]:
-  """Returns the log-probabilities of an answer's tokens.
+  """Returns the log-probabilities of an answer's tokens, from its records.
 
-  Args:
-    ask: the request.
-    done: the answer, with its records.
-    chosen: [n] log-probability of each emitted token.
-    decode: returns the text of token ids.
+  `chosen` [n] are those of the emitted tokens; `decode` returns the text of token ids.
   """
   count = ask.top_logprobs or 0
   ids = np.asarray(done.batch.records.ids)[0, :, :count]

@@ -41,19 +41,12 @@ class EngineFailedError(Exception):
 
 
 class Event(NamedTuple):
-  """News of a job.
-
-  Attributes:
-    job: the job.
-    piece: text that is certain and was not sent before.
-    done: the result, if it has finished.
-    error: why there will be no result.
-  """
+  """News of a job."""
 
   job: "Job"
-  piece: str = ""
-  done: Finished | None = None
-  error: Exception | None = None
+  piece: str = ""  # text that is certain and was not sent before
+  done: Finished | None = None  # the result, if it has finished
+  error: Exception | None = None  # why there will be no result
 
 
 class Job:
@@ -185,19 +178,12 @@ def _post(news: Sequence[tuple[Call, Event]]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-  """What the scheduler holds at one moment.
+  """What the scheduler holds at one moment."""
 
-  Attributes:
-    running: jobs in rows.
-    waiting: jobs in the queue.
-    draining: no request is taken any more.
-    failure: the error that ended the serving thread, or None.
-  """
-
-  running: int
-  waiting: int
-  draining: bool
-  failure: BaseException | None
+  running: int  # jobs in rows
+  waiting: int  # jobs in the queue
+  draining: bool  # no request is taken any more
+  failure: BaseException | None  # the error that ended the serving thread, or None
 
 
 class Scheduler:
@@ -214,16 +200,13 @@ class Scheduler:
     on_call: Callable[[int], object] = lambda tokens: None,
     stream_tokens: int = 0,
   ):
-    """Starts nothing yet.
+    """Starts nothing yet; only the serving thread uses the server from now on.
 
-    Args:
-      server: answers the requests; only the serving thread uses it from now on.
-      max_waiting: jobs that may wait while all rows are taken.
-      on_finished: called on the serving thread with every finished answer that was not
-        cancelled, before its client receives it.
-      on_call: called on the serving thread after every compiled call with the tokens
-        that it emitted, and those of the prompts that were prefilled before it.
-      stream_tokens: tokens of each piece of a stream; 0 for those of a call.
+    `max_waiting` jobs may wait while all rows are taken. On the serving thread,
+    `on_finished` is called with every finished answer that was not cancelled, before
+    its client receives it; and `on_call` after every compiled call with the tokens that
+    it emitted, and those of the prompts that were prefilled before it. Each piece of a
+    stream has `stream_tokens` tokens; 0 sends those of a call.
     """
     self._server, self._max_waiting = server, max_waiting
     self._on_finished, self._on_call = on_finished, on_call
@@ -255,14 +238,7 @@ class Scheduler:
     is_streamed: bool,
     tenant: Tenant,
   ) -> Call:
-    """Queues n answers to each prompt, or none at all.
-
-    Args:
-      prompts: token ids of each prompt.
-      prompt: settings of all; answer i draws with seed + i.
-      n: answers per prompt.
-      is_streamed: whether events carry pieces of text.
-      tenant: whose request it is.
+    """Queues n answers to each prompt, or none at all; answer i draws with seed + i.
 
     Raises:
       InputError: the engine cannot decode a prompt, or there are more answers than
@@ -384,7 +360,6 @@ class Scheduler:
         future.set_exception(error)
 
   def _publish(self, finished: Sequence[Finished]) -> None:
-    """Sends the news of one step."""
     news: list[tuple[Call, Event]] = []
     results = {done.request.tag: done for done in finished}
     self._count(results)

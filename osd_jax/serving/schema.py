@@ -19,13 +19,10 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 
 def make(model: str, target_length: int, record_top_k: int, token: bool) -> Schema:
-  """Returns the description of a server.
+  """Returns the description of a server, whose largest `max_tokens` is `target_length`.
 
-  Args:
-    model: name of the served model.
-    target_length: the largest `max_tokens`.
-    record_top_k: the largest number of alternatives per token.
-    token: whether requests need one.
+  `record_top_k` is the largest number of alternatives per token. `token`: whether
+  requests need one.
   """
   common = _common(model, target_length)
   most = min(record_top_k, 20)

@@ -142,16 +142,7 @@ class Service:
     directory: Path | None = None,
     clock: Callable[[], float] = time.time,
   ):
-    """Loads the pair, restores what was learnt, and compiles every call.
-
-    Args:
-      config: its settings.
-      directory: the opened run directory, or None.
-      clock: seconds since 1970, for `ServeConfig.record_seconds`.
-
-    Raises:
-      InputError: a file is missing or broken, or the draft cannot learn.
-    """
+    """Loads the pair, restores what was learnt, and compiles every call."""
     self.config, self._directory, self._clock = config, directory, clock
     self.tenants = Tenants(config.share_cache)
     self.sampling = generation_config.resolved(config.sampling, config.pair)

@@ -15,16 +15,11 @@ from typing import NamedTuple
 
 
 class Tenant(NamedTuple):
-  """Whose request it is.
+  """Whose request it is."""
 
-  Attributes:
-    name: as the request says; "" for none.
-    owner: see `engine.requests.Request.owner`.
-    generation: how often the tenant had been deleted before the request arrived.
-  """
-
-  name: str = ""
-  owner: int = 0
+  name: str = ""  # as the request says; "" for none
+  owner: int = 0  # see `engine.requests.Request.owner`
+  # How often the tenant had been deleted before the request arrived.
   generation: int = 0
 
 

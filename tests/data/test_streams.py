@@ -113,7 +113,7 @@ def test_bursts_have_their_mean_length_and_visit_all_tasks(mean):
   assert _mean_run(early) == pytest.approx(mean, rel=0.15)
   np.testing.assert_allclose(np.bincount(early) / len(early), 0.25, atol=0.08)
   # Negative control: a mixture has no bursts.
-  assert _mean_run(streams._mixture(np.full(4, 10_000), _rng())) < 2
+  assert _mean_run(streams.SCHEDULES["mixture"](np.full(4, 10_000), _rng())) < 2
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

@@ -137,8 +137,8 @@ def test_bars_and_lines_show_the_values_of_the_rows():
 def test_comparison_draws_every_run_and_marks_the_topics(tmp_path):
   runs = {name: synthetic_run.rows(80, seed) for seed, name in enumerate("ab")}
   assert names(plots.draw_comparison(runs, tmp_path)[0]) == list(plots.COMPARED)
-  for arguments, _ in plots.COMPARED.values():
-    axes = plots._compared(runs, *arguments).axes[0]
+  for draw, _ in plots.COMPARED.values():
+    axes = draw(runs).axes[0]
     bottom, top = axes.get_ylim()
     for line in (lines(axes)["a"], lines(axes)["b"]):  # no line leaves the axes
       assert bottom <= np.nanmin(line.get_ydata()) <= np.nanmax(line.get_ydata()) <= top

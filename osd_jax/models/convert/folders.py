@@ -11,11 +11,7 @@ _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 
 
 def open_folder(folder: Path) -> Tensors:
-  """Opens the tensors of a Hugging Face folder: `model.safetensors`, or its shards.
-
-  Raises:
-    InputError: the files are missing or cannot be read.
-  """
+  """Opens the tensors of a Hugging Face folder: `model.safetensors`, or its shards."""
   if (folder / _SAFETENSORS).exists():
     return of_safetensors(folder / _SAFETENSORS)[0]
   index = folder / f"{_SAFETENSORS}.index.json"

@@ -28,11 +28,7 @@ from osd_jax.models.shapes import LlamaConfig, T5Config, T5GemmaConfig
 from osd_jax.models.tensors import Tensors
 from osd_jax.models.weights import Weights
 
-_FAMILIES: dict[type, Any] = {
-  T5Config: t5,
-  LlamaConfig: llama,
-  T5GemmaConfig: t5gemma,
-}
+_FAMILIES: dict[type, Any] = {T5Config: t5, LlamaConfig: llama, T5GemmaConfig: t5gemma}
 _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 _PREFIX = "model."  # of tensors in a model with a head, in decoder-only families
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
@@ -46,7 +42,11 @@ def config_from(config: Mapping[str, Any]) -> ModelConfig:
   Raises:
     InputError: a field is missing or describes an unsupported model.
   """
-  config = _of_text(_without_nulls(config))
+  config = _without_nulls(config)
+  if config.get("model_type") == "gemma3":  # one that also reads images
+    whole = ("eos_token_id", "tie_word_embeddings")
+    own = {field: config[field] for field in whole if field in config}
+    config = {**config.get("text_config", {}), **own, "model_type": "gemma3_text"}
   kinds = {kind: family for family in _FAMILIES.values() for kind in family.MODEL_TYPES}
   kind = config.get("model_type")
   says = "other architectures cannot be converted"
@@ -63,15 +63,6 @@ def _without_nulls(config: Any) -> Any:
     for k, v in config.items()
     if v is not None or k.endswith("_softcapping")
   }
-
-
-def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The fields of the text model, for a Gemma 3 that also reads images."""
-  if config.get("model_type") != "gemma3":
-    return config
-  whole = ("eos_token_id", "tie_word_embeddings")
-  own = {field: config[field] for field in whole if field in config}
-  return {**config.get("text_config", {}), **own, "model_type": "gemma3_text"}
 
 
 def shape_of(folder: str | Path) -> ModelConfig:
@@ -92,15 +83,13 @@ def config_to(config: ModelConfig) -> dict[str, Any]:
 
 
 def read(folder: str | Path, as_stored: bool = False) -> Weights:
-  """Reads a model folder that transformers wrote, one tensor at a time.
+  """Reads a model folder that transformers wrote, or a GGUF file, tensor by tensor.
 
-  Args:
-    folder: contains `config.json`, and `model.safetensors` in one file or in shards;
-      or a GGUF file.
-    as_stored: see `tensors.read_params`.
+  The folder contains `config.json`, and `model.safetensors` in one file or in shards.
 
   Returns:
-    Weights in float32 unless `as_stored`, without the fingerprint of a vocabulary.
+    Weights in float32, or as they are stored (see `tensors.read_params`), without the
+    fingerprint of a vocabulary.
 
   Raises:
     InputError: a file is missing or cannot be read, or the model is not supported.
@@ -115,11 +104,7 @@ def read(folder: str | Path, as_stored: bool = False) -> Weights:
 
 
 def bfloat16_of(folder: str | Path) -> frozenset[str]:
-  """Paths of the parameters that are stored in bfloat16; reads no weights.
-
-  Raises:
-    InputError: see `read`.
-  """
+  """Paths of the parameters that are stored in bfloat16; reads no weights."""
   _, tensors, names = _named(Path(folder))
   return frozenset(path for path, name in names.items() if name in tensors.short)
 
@@ -132,7 +117,9 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
   tensors = _text_tensors(_opened(folder))
   expected = weights_lib.expected_shapes(config)
   names = {path: family.tensor_name(path, config) for path in expected}
-  if _is_bare(tensors, family.EMBEDDING):
+  # A file may hold a model without its head, whose names lack a prefix.
+  bare = family.EMBEDDING.removeprefix(_PREFIX)
+  if family.EMBEDDING not in tensors.shapes and bare in tensors.shapes:
     names = {path: name.removeprefix(_PREFIX) for path, name in names.items()}
   aliases = (*family.COPIES, *((family.HEAD,) if config.tied_head else ()))
   names[_EMBEDDING] = _only_embedding(tensors, (names[_EMBEDDING], *aliases))
@@ -184,12 +171,6 @@ def _opened(path: Path) -> Tensors:
   )
 
 
-def _is_bare(tensors: Tensors, embedding: str) -> bool:
-  """Whether a file holds a model without its head, whose names lack a prefix."""
-  bare = embedding.removeprefix(_PREFIX)
-  return embedding not in tensors.shapes and bare in tensors.shapes
-
-
 def _only_embedding(tensors: Tensors, names: tuple[str, ...]) -> str:
   """Returns the first name of the embedding; a file may hold equal copies."""
   stored = [name for name in names if name in tensors.shapes]
@@ -211,14 +192,9 @@ def write(
 ) -> Path:
   """Writes a folder that transformers loads; it appears complete or not at all.
 
-  Args:
-    folder: a path that does not exist yet, or an empty folder.
-    weights: the weights; bfloat16 is written as it is, all else in float32. For tied
-      models `lm_head.weight` is not written.
-    tokenizer: name -> content of further files; see `vocabulary.tokenizer_files`.
-
-  Returns:
-    The folder.
+  The folder must be new or empty. Weights in bfloat16 are written as they are, all
+  others in float32. For tied models `lm_head.weight` is not written. `tokenizer` holds
+  further files by name; see `vocabulary.tokenizer_files`.
 
   Raises:
     InputError: the folder is not empty, or transformers has no such model.

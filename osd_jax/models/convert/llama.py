@@ -27,14 +27,6 @@ _FEATURES: dict[str, dict[str, Any]] = {
   "gemma3_text": {**_GEMMA, "query_key_norm": True},
 }
 MODEL_TYPES = tuple(_FEATURES)
-_ARCHITECTURES = {
-  "llama": "Llama",
-  "mistral": "Mistral",
-  "qwen2": "Qwen2",
-  "qwen3": "Qwen3",
-  "gemma2": "Gemma2",
-  "gemma3_text": "Gemma3",
-}
 _SAYS = (
   "only dense Llama, Vicuna, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 text models can"
   " be converted"
@@ -118,11 +110,7 @@ _PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o
 
 
 def config_from(config: Mapping[str, Any]) -> LlamaConfig:
-  """The shape that a parsed `config.json` describes.
-
-  Raises:
-    InputError: a field is missing or describes an unsupported model.
-  """
+  """The shape that a parsed `config.json` describes."""
   kind = config["model_type"]
   config = {**_DEFAULTS.get(kind, {}), **config}
   is_gemma = kind.startswith("gemma")
@@ -239,11 +227,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_to(config: LlamaConfig) -> dict[str, Any]:
-  """The fields of `config.json` for a shape.
-
-  Raises:
-    InputError: transformers has no such model.
-  """
+  """The fields of `config.json` for a shape."""
   like_file = {name: getattr(LlamaConfig(), name) for name in _NOT_STORED}
   wanted = dataclasses.replace(config, **like_file)
   for kind in MODEL_TYPES:
@@ -263,7 +247,7 @@ def _fields_of(config: LlamaConfig, kind: str) -> dict[str, Any]:
   """The fields of `config.json` if a shape is of this kind."""
   ends = list(config.eos_ids)
   fields = {
-    "architectures": [f"{_ARCHITECTURES[kind]}ForCausalLM"],
+    "architectures": [f"{kind.removesuffix('_text').title()}ForCausalLM"],
     "model_type": kind,
     **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
     "num_key_value_heads": config.num_kv_heads,

@@ -14,6 +14,7 @@ from osd_jax.models.shapes import T5Config
 MODEL_TYPES = ("t5", "mt5")  # a ByT5 is a "t5"; an mT5 is written as one
 _SAYS = "only T5 1.0, T5 1.1, Flan-T5, mT5 and ByT5 can be converted"
 
+# A model is written with the first name of its activations, as T5 was published.
 _ACTIVATIONS = {
   "relu": ("relu",),
   "gelu_new": ("gelu",),
@@ -21,22 +22,15 @@ _ACTIVATIONS = {
   "gated-gelu": ("gelu", "linear"),
   "gated-gelu_new": ("gelu", "linear"),
 }
+_PROJECTIONS = {names: name for name, names in reversed(_ACTIVATIONS.items())}
 
-# The names that T5 1.0 and T5 1.1 were published with.
-_PROJECTIONS = {
-  ("relu",): "relu",
-  ("gelu",): "gelu_new",
-  ("relu", "linear"): "gated-relu",
-  ("gelu", "linear"): "gated-gelu",
-}
-
-# Fields with one supported value: (that value, default in transformers).
+# Fields with one supported value, which is also the default in transformers.
 _FIXED = {
-  "is_encoder_decoder": (True, True),
-  "layer_norm_epsilon": (1e-6, 1e-6),
-  "pad_token_id": (base.PAD_ID, base.PAD_ID),
-  "eos_token_id": (base.EOS_ID, base.EOS_ID),
-  "decoder_start_token_id": (base.PAD_ID, base.PAD_ID),
+  "is_encoder_decoder": True,
+  "layer_norm_epsilon": 1e-6,
+  "pad_token_id": base.PAD_ID,
+  "eos_token_id": base.EOS_ID,
+  "decoder_start_token_id": base.PAD_ID,
 }
 
 _BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -90,16 +84,11 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
   T5 1.0 scales the decoder's output by width ** -0.5 and ties the head; T5 1.1 does
   neither. Transformers 4 distinguishes them by `tie_word_embeddings`. Transformers 5
   sets that to true for every T5 and has `scale_decoder_outputs` instead.
-
-  Raises:
-    InputError: a field is missing or describes a model that is not T5 1.0 or 1.1.
   """
-  for field, (expected, default) in _FIXED.items():
-    received = config.get(field)
-    received = default if received is None else received
-    check_field(
-      _SAYS, field, expected if received == [expected] else received, (expected,)
-    )
+  for field, expected in _FIXED.items():
+    received = config.get(field, expected)
+    received = expected if received == [expected] else received
+    check_field(_SAYS, field, received, (expected,))
   is_mt5 = config["model_type"] == "mt5"
   activation = config.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
   check_field(_SAYS, "feed_forward_proj", activation, tuple(_ACTIVATIONS))
@@ -119,11 +108,7 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
 
 
 def config_to(config: T5Config) -> dict[str, Any]:
-  """The fields of `config.json` for a shape.
-
-  Raises:
-    InputError: transformers has no such feed-forward block.
-  """
+  """The fields of `config.json` for a shape."""
   if config.mlp_activations not in _PROJECTIONS:
     raise base.InputError(
       f"convert: T5Config.mlp_activations: received {config.mlp_activations!r},"
@@ -132,7 +117,7 @@ def config_to(config: T5Config) -> dict[str, Any]:
   return {
     "architectures": ["T5ForConditionalGeneration"],
     "model_type": "t5",
-    **{field: value for field, (value, _) in _FIXED.items()},
+    **_FIXED,
     **{theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()},
     "num_decoder_layers": config.num_decoder_layers,
     _BUCKETS: config.relative_buckets,

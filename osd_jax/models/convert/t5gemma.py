@@ -35,47 +35,34 @@ _LAYER_NAMES = {
 
 
 def config_from(config: Mapping[str, Any]) -> T5GemmaConfig:
-  """The shape that a parsed `config.json` describes.
-
-  Raises:
-    InputError: a field is missing or describes an unsupported model.
-  """
+  """The shape that a parsed `config.json` describes."""
   tied = bool(config.get("tie_word_embeddings", TIED_BY_DEFAULT))
   encoder, decoder = (
-    _stack({"eos_token_id": 1, **config.get(part, {})})
+    llama.config_from(
+      {"eos_token_id": 1, **config.get(part, {}), "model_type": "gemma2"}
+    )
     for part in ("encoder", "decoder")
   )
-  depth = encoder.num_layers
-  same = dataclasses.replace(
-    encoder, num_layers=decoder.num_layers, eos_ids=decoder.eos_ids
-  )
-  names = [field.name for field in dataclasses.fields(decoder)]
-  differing = [name for name in names if getattr(same, name) != getattr(decoder, name)]
-  if differing:
+  fields = {f.name: getattr(decoder, f.name) for f in dataclasses.fields(decoder)}
+  shared = fields.keys() - {"num_layers", "eos_ids"}
+  if differing := sorted(x for x in shared if getattr(encoder, x) != fields[x]):
     raise base.InputError(
       f"convert: config.json: encoder and decoder differ in {', '.join(differing)};"
       f" {_SAYS}."
     )
   ends = config.get("eos_token_id")
-  fields = {name: getattr(decoder, name) for name in names}
   if ends is not None:
     fields["eos_ids"] = tuple(ends) if isinstance(ends, list) else (ends,)
   start = config.get("decoder_start_token_id", config.get("bos_token_id", 2))
   return T5GemmaConfig(
-    **{**fields, "tied_head": tied}, num_encoder_layers=depth, start_id=start
+    **{**fields, "tied_head": tied},
+    num_encoder_layers=encoder.num_layers,
+    start_id=start,
   )
 
 
-def _stack(config: Mapping[str, Any]) -> LlamaConfig:
-  return llama.config_from({**config, "model_type": "gemma2"})
-
-
 def config_to(config: T5GemmaConfig) -> dict[str, Any]:
-  """The fields of `config.json` for a shape.
-
-  Raises:
-    InputError: transformers has no such model.
-  """
+  """The fields of `config.json` for a shape."""
   fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(LlamaConfig)}
   decoder = llama.config_to(LlamaConfig(**fields))
   check_field(_SAYS, "model_type", decoder["model_type"], ("gemma2",))

@@ -31,14 +31,10 @@ _SCANNED = ("encoder/encoder/", "decoder/decoder/")
 
 
 def read(folder: str | Path, config: T5Config) -> Weights:
-  """Reads a checkpoint that t5x wrote, one parameter at a time.
+  """Reads a checkpoint that t5x wrote, one parameter at a time, in float32.
 
-  Args:
-    folder: `checkpoint_STEP`, with a file `checkpoint` or a folder `state`.
-    config: shape of the model, which t5x's checkpoints do not contain.
-
-  Returns:
-    Weights in float32, without the fingerprint of a vocabulary.
+  The folder `checkpoint_STEP` has a file `checkpoint` or a folder `state`, and does not
+  contain the shape of the model.
 
   Raises:
     InputError: the folder is not such a checkpoint, its parameters do not fit `config`,
@@ -47,9 +43,9 @@ def read(folder: str | Path, config: T5Config) -> Weights:
   folder = Path(folder)
   _check_links(folder)  # before anything is opened
   if (folder / "checkpoint").is_file():
-    tensors = _open_native(folder)
+    tensors = _opened(folder, _native_leaves(folder))
   elif (folder / "state").is_dir():
-    tensors = _open_orbax(folder / "state")
+    tensors = _opened(folder / "state", _orbax_leaves(folder / "state"))
   else:
     raise base.InputError(
       f"convert: {folder}: found neither a file checkpoint nor a folder state;"
@@ -83,21 +79,9 @@ def _check_unscanned(folder: Path, tensors: Tensors) -> None:
     )
 
 
-def _open_native(folder: Path) -> Tensors:
-  leaves = _native_leaves(folder / "checkpoint")
-  return _tensors(
-    folder,
-    {
-      name: leaf
-      if isinstance(leaf, np.ndarray)
-      else _open_zarr(f"{folder}: parameter {name}", _file(_place(folder, name, leaf)))
-      for name, leaf in leaves.items()
-    },
-  )
-
-
-def _native_leaves(path: Path) -> dict[str, Any]:
-  """Path -> array, or description of a zarr folder, of every parameter."""
+def _native_leaves(folder: Path) -> dict[str, Any]:
+  """Path -> array, or store of a zarr array, of every parameter."""
+  path = folder / "checkpoint"
   data = path.read_bytes()
   try:
     tree = flax.serialization.msgpack_restore(data)
@@ -106,7 +90,7 @@ def _native_leaves(path: Path) -> dict[str, Any]:
     leaves = flax.traverse_util.flatten_dict(
       target, is_leaf=lambda _, x: not isinstance(x, dict) or "driver" in x
     )
-    return _unique(path, (("/".join(keys), leaf) for keys, leaf in leaves.items()))
+    named = _unique(path, (("/".join(keys), leaf) for keys, leaf in leaves.items()))
   except base.InputError:
     raise
   except Exception as error:  # msgpack, flax and numpy raise many types
@@ -115,6 +99,10 @@ def _native_leaves(path: Path) -> dict[str, Any]:
       f"convert: cannot read {path}: {'a pickle' if pickled else repr(error)},"
       " expected flax's msgpack with optimizer/target, as t5x writes it."
     ) from error
+  return {
+    name: leaf if isinstance(leaf, np.ndarray) else _file(_place(folder, name, leaf))
+    for name, leaf in named.items()
+  }
 
 
 def _place(folder: Path, name: str, leaf: Any) -> Path:
@@ -138,7 +126,8 @@ def _place(folder: Path, name: str, leaf: Any) -> Path:
   return path
 
 
-def _open_orbax(folder: Path) -> Tensors:
+def _orbax_leaves(folder: Path) -> dict[str, Any]:
+  """Path -> store of a zarr array, of every parameter."""
   if (folder / "manifest.ocdbt").is_file():
     store = {"driver": "ocdbt", "base": _file(folder)}
     names = list(_ocdbt_names(folder, store))
@@ -150,23 +139,9 @@ def _open_orbax(folder: Path) -> Tensors:
       f"convert: {folder}: found no parameters called {_TARGET}...; expected zarr"
       " arrays that t5x wrote with orbax."
     )
-  places = _unique(
-    folder,
-    (
-      (
-        name.removeprefix(_TARGET).replace(".", "/"),
-        {**store, "path": f"{store.get('path', '')}{name}/"},
-      )
-      for name in names
-    ),
-  )
-  return _tensors(
-    folder,
-    {
-      path: _open_zarr(f"{folder}: parameter {path}", place)
-      for path, place in places.items()
-    },
-  )
+  paths = [name.removeprefix(_TARGET).replace(".", "/") for name in names]
+  stores = [{**store, "path": f"{store.get('path', '')}{name}/"} for name in names]
+  return _unique(folder, zip(paths, stores, strict=True))
 
 
 def _unique(origin: Path, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -197,26 +172,28 @@ def _file(path: Path) -> dict[str, Any]:
   return {"driver": "file", "path": f"{path.resolve()}/"}
 
 
-def _open_zarr(where: str, store: Mapping[str, Any]) -> Any:
-  try:
-    spec = {"driver": "zarr", "kvstore": dict(store)}
-    return tensorstore.open(spec, open=True, read=True).result()
-  except ValueError as error:
-    raise _unreadable(where, error) from error
+def _opened(folder: Path, leaves: Mapping[str, Any]) -> Tensors:
+  """Tensors from arrays and stores of zarr arrays."""
 
-
-def _tensors(folder: Path, leaves: Mapping[str, Any]) -> Tensors:
-  """Tensors from arrays and opened zarr folders."""
+  def opened(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+      return leaf
+    try:
+      spec = {"driver": "zarr", "kvstore": leaf}
+      return tensorstore.open(spec, open=True, read=True).result()
+    except ValueError as error:
+      raise _unreadable(f"{folder}: parameter {name}", error) from error
 
   def read(name: str) -> np.ndarray:
-    if isinstance(leaves[name], np.ndarray):
-      return leaves[name]
+    if isinstance(arrays[name], np.ndarray):
+      return arrays[name]
     try:
-      return leaves[name].read().result()
+      return arrays[name].read().result()
     except ValueError as error:
       raise _unreadable(f"parameter {name}", error) from error
 
-  return dataclasses.replace(tensors_lib.of_arrays(leaves, folder), read=read)
+  arrays = {name: opened(name, leaf) for name, leaf in leaves.items()}
+  return dataclasses.replace(tensors_lib.of_arrays(arrays, folder), read=read)
 
 
 def _unreadable(where: str, error: ValueError) -> base.InputError:

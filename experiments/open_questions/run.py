@@ -486,8 +486,8 @@ def eight(given: argparse.Namespace) -> Setting:
   files = dataclasses.replace(config.pair, target=str(target), sibling_draft=True)
   config = dataclasses.replace(config, pair=files)
   asked, held = (
-    dataclasses.replace(texts.evaluation, tasks=tuple(topics[split]), limit_rows=limit)
-    for split, limit in (("stream", given.per_topic), ("eval", None))
+    dataclasses.replace(texts.evaluation, tasks=tuple(topics[split]), limit_rows=None)
+    for split in ("stream", "eval")
   )
   return made(given, "eight topics", config, asked, held, (40,))
 

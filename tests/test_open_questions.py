@@ -210,6 +210,26 @@ def test_a_measure_that_predicts_the_gain_has_no_error():
   # The mean of the other three gains.
   assert off["the mean"][0] == pytest.approx(2 * (1.1 / 3) - 0.2)
   assert off["gain_at_end, as it is"][3] == pytest.approx(1.2 - 0.5)
+  # Streams of another pair are predicted by all of these, whatever their topics.
+  other = cells[0] | {"pair": "another", "template_entropy": 3.0, "gain_late": 5.0}
+  off = stability.errors(cells, [other])
+  assert off["template_entropy"] == [pytest.approx(1.0)]
+  assert off["the mean"] == [pytest.approx(5.0 - 0.6)]
+
+
+def test_streams_are_told_apart_by_pair_and_new_topics():
+  cells = [
+    {"pair": pair, "new_topics": new}
+    for pair in ("demo", "eight topics")
+    for new in (0.0, 0.3, 0.0)
+  ]
+  found = stability.parts(cells)
+  assert {name: len(group) for name, group in found.items()} == {
+    "demo": 2,
+    "demo, new topics come": 1,
+    "eight topics": 2,
+    "eight topics, new topics come": 1,
+  }
 
 
 def test_a_cache_is_judged_where_the_draft_is_wrong():
@@ -378,6 +398,25 @@ def test_a_draft_goes_on_with_the_new_target(config):
   same = lambda one, other: jax.tree.map(np.testing.assert_array_equal, one, other)
   same(trained, pair.draft.split(pair.draft_params)[0])
   same(frozen, pair.draft.split(moved)[1])
+
+
+@pytest.mark.slow
+def test_a_log_is_measured_without_what_comes_later(tiny, monkeypatch):
+  """The log has one topic, the requests after it also have another."""
+  names = tiny.answers.names[:2]
+  monkeypatch.setattr(stability, "LOG", 4)
+  monkeypatch.setattr(stability, "LATER", 6)
+  slow, quick = (stability.measures(tiny, names, period, 0) for period in (4, 1))
+  assert slow["changes"] == 0 < quick["changes"] == 1
+  assert slow["new_topics"] == 0.6667 and quick["new_topics"] == 0
+  assert set(stability.MEASURES) < set(slow)
+  # The same log with other requests after it.
+  monkeypatch.setattr(stability, "LATER", 4)
+  shorter = stability.measures(tiny, names, 4, 0)
+  later = {"gain_late", "floor_late", "new_topics"}
+  for name in set(slow) - later:
+    assert shorter[name] == slow[name], name
+  assert shorter["new_topics"] == 1 != slow["new_topics"]
 
 
 def test_every_divergence_has_all_texts_and_positions(tiny):

@@ -14,6 +14,8 @@ and the same command skips what is there.
     targets      what happens when the target is tuned and replaced? (targets.py)
     stability    what does a short log say about the gain? (stability.py)
     frequent     which tokens does distillation teach? (frequent.py)
+    mixing       what does a draft distilled on two topics gain on each? (mixing.py)
+    bigger       is a bigger static draft better at equal compute? (bigger.py)
     well_trained what does learning add to a draft that knows the topics already?
 
 The pair is the demo's with its attached draft; with the independent one, as in the
@@ -54,8 +56,10 @@ import recordings
 import rich.console
 import rich.table
 import tuning
+from bigger import bigger
 from frequent import frequent
 from gkd import gkd
+from mixing import mixing
 from setting import (
   KEY,
   Answers,
@@ -447,6 +451,7 @@ QUESTIONS = {
   for function in (
     *(how_often, variance, forgetting, routing),
     *(gkd, static, shifts, well_trained, targets, stability, frequent),
+    *(mixing, bigger),
   )
 }
 

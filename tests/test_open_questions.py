@@ -170,6 +170,13 @@ def test_a_drawn_topic_has_no_prompt_in_two_splits(name):
   assert tuning.drawn(name, "stream", 7) == drawn["stream"][:7]
 
 
+def test_a_tuned_target_keeps_the_draft(tmp_path):
+  """By default, a target other than the shipped one has a new draft."""
+  files = tuning.with_target(pairs.PairConfig(), tmp_path / "tuned.safetensors")
+  assert files.named("draft") == pairs.PairConfig().named("draft") != "attached"
+  assert files.sibling_draft and files.target.endswith("tuned.safetensors")
+
+
 def test_a_task_of_small_letters_has_the_shipped_prompts(tmp_path):
   task = tuning.in_small_letters(tmp_path, "sql", "eval")
   own = list(examples.texts(task))

@@ -488,8 +488,7 @@ def eight(given: argparse.Namespace) -> Setting:
   }
   path = given.folder / "target.safetensors"
   target = tuning.tuned(path, topics["train"], topics["eval"], EIGHT_STEPS)
-  files = dataclasses.replace(config.pair, target=str(target), sibling_draft=True)
-  config = dataclasses.replace(config, pair=files)
+  config = dataclasses.replace(config, pair=tuning.with_target(config.pair, target))
   asked, held = (
     dataclasses.replace(texts.evaluation, tasks=tuple(topics[split]), limit_rows=None)
     for split in ("stream", "eval")

@@ -225,6 +225,9 @@ def test_a_measure_that_predicts_the_gain_has_no_error():
   off = stability.errors(cells, [other])
   assert off["template_entropy"] == [pytest.approx(1.0)]
   assert off["the mean"] == [pytest.approx(5.0 - 0.6)]
+  # .5 is more than the first and the third gain, .2 and .4; and not by .4 than these.
+  assert stability.too_high(cells, "gain_at_end", by=0.05) == 2
+  assert stability.too_high(cells, "gain_at_end", by=0.4) == 0
 
 
 def test_streams_are_told_apart_by_pair_and_new_topics():

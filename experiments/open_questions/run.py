@@ -27,7 +27,7 @@ no `static`).
   python experiments/open_questions/run.py QUESTION... [--seeds 3] [--per_topic 200]
   python experiments/open_questions/run.py gkd --independent
       [--folder runs/open_questions_independent]
-  python experiments/open_questions/run.py forgetting variance --eight --seeds 1
+  python experiments/open_questions/run.py stability forgetting --eight --seeds 1
       [--folder runs/open_questions_eight]
   python experiments/open_questions/run.py well_trained --qwen FOLDER
       [--data ../shared/data] [--folder runs/open_questions_qwen]
@@ -638,18 +638,20 @@ def read(path: pathlib.Path) -> list[Cell]:
 
 
 def means(cells: list[Cell], question: str, field: str) -> dict[str, dict[str, list]]:
-  """Returns system -> stream -> values of a field, one of each seed."""
+  """Returns system -> stream -> values of a field or a topic, one of each seed."""
   found: dict[str, dict[str, list]] = {}
   for cell in cells:
-    if cell["question"] == question and cell.get(field) is not None:
+    value = cell.get(field, cell.get("by_topic", {}).get(field))
+    if cell["question"] == question and value is not None:
       streams = found.setdefault(cell["system"], {})
-      streams.setdefault(cell["stream"], []).append(cell[field])
+      streams.setdefault(cell["stream"], []).append(value)
   return found
 
 
 FIELDS = (
   *("tokens_per_call", "slices", "overlap", "worst_stretch", "forgotten"),
   *("recovery", "before", "at_first", "at_end", "share", "recall", "precision"),
+  *("held_out", "products", "steps", "maths", "sql", "python", "finance"),
 )
 
 

@@ -5,7 +5,8 @@
 
 Each picture is written as SVG twice, for light and for dark pages. The file contains a
 hash of the results it was drawn from, with which a test detects outdated pictures.
-docs/results.md, docs/real_model.md and docs/open_questions.md explain the pictures.
+docs/results.md, docs/real_model.md, docs/open_questions.md and
+docs/more_open_questions.md explain the pictures.
 """
 
 import argparse
@@ -476,6 +477,33 @@ def changing_topics(rows: Sequence[Row]) -> Any:
   return made
 
 
+STABILITY = {
+  "demo": ("the demo's pair", BLUE),
+  "eight topics": ("target of eight topics", ORANGE),
+}
+
+
+def stability(rows: Sequence[Row]) -> Any:
+  """Draws the gain of learning after a log by the gain at the log's end."""
+  made, (axes,) = wide_figure("Gain of learning, tokens per call of the target")
+  cells = [row for row in rows if row["question"] == "stability"]
+  for pair, (label, color) in STABILITY.items():
+    for is_new in (False, True):
+      own = [c for c in cells if c["pair"] == pair and (c["new_topics"] > 0) == is_new]
+      places = ([cell[name] for cell in own] for name in ("gain_at_end", "gain_late"))
+      face = "none" if is_new else color
+      name = None if is_new else label
+      axes.scatter(*places, s=24, facecolors=face, edgecolors=color, label=name)
+  axes.scatter(
+    [], [], s=24, facecolors="none", edgecolors=GREY, label="new topics come"
+  )
+  axes.axline((0, 0), slope=1, color=GREY, lw=1, ls=":")
+  axes.set_xlabel("requests 51 to 100   (dotted: the same gain)")
+  axes.set_ylabel("requests 101 to 300")
+  legend(made, axes)
+  return made
+
+
 def _by_stream(rows: Sequence[Row], question: str) -> dict[str, dict[str, list[float]]]:
   """Returns stream -> system -> tokens per call, one value of each seed."""
   found: dict[str, dict[str, list[float]]] = {}
@@ -514,6 +542,7 @@ DRAWN: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
   "real_model": (real_model, "experiments/drafters/real_model.jsonl"),
   "how_often": (how_often, "experiments/open_questions/cells.jsonl"),
   "changing_topics": (changing_topics, "experiments/open_questions/cells.jsonl"),
+  "stability": (stability, "experiments/open_questions/cells.jsonl"),
 }
 
 

@@ -10,20 +10,23 @@ import pytest
 import tiny_online
 from conftest import ROOT
 
-from osd_jax import corpus, online, pairs, replay, runs
+from osd_jax import corpus, offline, online, pairs, replay, runs
 from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.data import examples, streams
 from osd_jax.data.batches import EncodedExample, read_corpus
 from osd_jax.distillation import schedule
 from osd_jax.engine.requests import Request
 from osd_jax.engine.server import Server
+from osd_jax.main import settings
 from osd_tools import chips
 
 sys.path += [str(ROOT / "experiments" / "open_questions"), str(ROOT / "benchmarks")]
 
+import bigger
 import frequent
 import gkd
 import idle_compiled
+import mixing
 import orders
 import recordings
 import setting
@@ -167,6 +170,13 @@ def test_a_drawn_topic_has_no_prompt_in_two_splits(name):
   assert tuning.drawn(name, "stream", 7) == drawn["stream"][:7]
 
 
+def test_a_tuned_target_keeps_the_draft(tmp_path):
+  """By default, a target other than the shipped one has a new draft."""
+  files = tuning.with_target(pairs.PairConfig(), tmp_path / "tuned.safetensors")
+  assert files.named("draft") == pairs.PairConfig().named("draft") != "attached"
+  assert files.sibling_draft and files.target.endswith("tuned.safetensors")
+
+
 def test_a_task_of_small_letters_has_the_shipped_prompts(tmp_path):
   task = tuning.in_small_letters(tmp_path, "sql", "eval")
   own = list(examples.texts(task))
@@ -210,6 +220,29 @@ def test_a_measure_that_predicts_the_gain_has_no_error():
   # The mean of the other three gains.
   assert off["the mean"][0] == pytest.approx(2 * (1.1 / 3) - 0.2)
   assert off["gain_at_end, as it is"][3] == pytest.approx(1.2 - 0.5)
+  # Streams of another pair are predicted by all of these, whatever their topics.
+  other = cells[0] | {"pair": "another", "template_entropy": 3.0, "gain_late": 5.0}
+  off = stability.errors(cells, [other])
+  assert off["template_entropy"] == [pytest.approx(1.0)]
+  assert off["the mean"] == [pytest.approx(5.0 - 0.6)]
+  # .5 is more than the first and the third gain, .2 and .4; and not by .4 than these.
+  assert stability.too_high(cells, "gain_at_end", by=0.05) == 2
+  assert stability.too_high(cells, "gain_at_end", by=0.4) == 0
+
+
+def test_streams_are_told_apart_by_pair_and_new_topics():
+  cells = [
+    {"pair": pair, "new_topics": new}
+    for pair in ("demo", "eight topics")
+    for new in (0.0, 0.3, 0.0)
+  ]
+  found = stability.parts(cells)
+  assert {name: len(group) for name, group in found.items()} == {
+    "demo": 2,
+    "demo, new topics come": 1,
+    "eight topics": 2,
+    "eight topics, new topics come": 1,
+  }
 
 
 def test_a_cache_is_judged_where_the_draft_is_wrong():
@@ -380,6 +413,25 @@ def test_a_draft_goes_on_with_the_new_target(config):
   same(frozen, pair.draft.split(moved)[1])
 
 
+@pytest.mark.slow
+def test_a_log_is_measured_without_what_comes_later(tiny, monkeypatch):
+  """The log has one topic, the requests after it also have another."""
+  names = tiny.answers.names[:2]
+  monkeypatch.setattr(stability, "LOG", 4)
+  monkeypatch.setattr(stability, "LATER", 6)
+  slow, quick = (stability.measures(tiny, names, period, 0) for period in (4, 1))
+  assert slow["changes"] == 0 < quick["changes"] == 1
+  assert slow["new_topics"] == 0.6667 and quick["new_topics"] == 0
+  assert set(stability.MEASURES) < set(slow)
+  # The same log with other requests after it.
+  monkeypatch.setattr(stability, "LATER", 4)
+  shorter = stability.measures(tiny, names, 4, 0)
+  later = {"gain_late", "floor_late", "new_topics"}
+  for name in set(slow) - later:
+    assert shorter[name] == slow[name], name
+  assert shorter["new_topics"] == 1 != slow["new_topics"]
+
+
 def test_every_divergence_has_all_texts_and_positions(tiny):
   keys = [(key["stream"], key["system"]) for key, _ in gkd.gkd(tiny)]
   assert len(keys) == len(set(keys))
@@ -389,6 +441,78 @@ def test_every_divergence_has_all_texts_and_positions(tiny):
     "online, error positions",
   ):
     assert {name for one, name in keys if one == stream} >= set(gkd.DIVERGENCES)
+
+
+@pytest.mark.parametrize("share", mixing.SHARES)
+def test_every_mix_has_as_many_texts(share):
+  made, _ = settings.load(
+    offline.OfflineConfig,
+    ["experiments/demo_ceiling.gin"],
+    [f"GENERATED_TRAIN_ROWS={mixing.SHIPPED}", *mixing.bindings(60, share, 1)],
+  )
+  counts = dict(
+    zip([task.label for task in made.corpus.tasks], made.corpus.limits(), strict=True)
+  )
+  assert sum(counts.values()) == 60 and 0 not in counts.values()
+  assert counts.get("sql", 0) == 60 * share
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory) -> setting.Setting:
+  """What the questions share, with the demo's pair and two answers to each topic."""
+  made, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
+  texts, _ = settings.load(offline.OfflineConfig, ["experiments/demo_ceiling.gin"], [])
+  prompts = dataclasses.replace(texts.evaluation, limit_rows=2)
+  pair = pairs.load_pair(made.pair)
+  names = [task.label for task in prompts.tasks]
+  asked = read_corpus(prompts, pair.vocabulary)
+  decoding = dataclasses.replace(made.decoding, source_lengths=(40,))
+  answers = recordings.record(pair, asked, names, decoding)
+  return setting.Setting(
+    name="demo",
+    pair=pair,
+    files=made.pair,
+    decoding=decoding,
+    answers=answers,
+    held_out=answers,
+    seen=[],
+    learning=made.learning,
+    costs=Costs(RoundCosts((2.0,), num_draft_tokens=(3,)), lost_ms=24.0, slices=8),
+    drafted=7,
+    ceiling=None,
+    out=tmp_path_factory.mktemp("questions"),
+    per_topic=2,
+    seeds=2,
+  )
+
+
+@pytest.mark.slow
+def test_a_draft_is_distilled_on_a_mix(shipped, monkeypatch):
+  monkeypatch.setattr(mixing, "STEPS", 8)
+  cell = mixing.mixed(shipped, 4, 0.5, 0)
+  before = setting.held_out(shipped, shipped.pair.draft_params)
+  assert list(cell["by_topic"]) == list(shipped.held_out.names)
+  assert cell["overlap"] != pytest.approx(np.mean(before), abs=1e-3)
+  keys = [key for key, _ in mixing.mixing(shipped)]
+  assert len({tuple(key.values()) for key in keys}) == len(keys) == 20
+
+
+@pytest.mark.slow
+def test_drafts_of_all_sizes_have_equal_compute(shipped, monkeypatch):
+  monkeypatch.setattr(bigger, "STEPS", 4)
+  monkeypatch.setattr(bigger, "TEXTS", 1)
+  cells = {
+    name: bigger.of_size(shipped, bigger.SIZES[name], True, 0)
+    for name in ("narrow", "as shipped")
+  }
+  assert cells["as shipped"]["steps"] == 4 < cells["narrow"]["steps"]
+  assert cells["as shipped"]["products"] == 1
+  for cell in cells.values():
+    assert cell["steps"] * cell["products"] == pytest.approx(4, abs=0.5)
+    assert cell["requests"] == 8
+  by_steps = bigger.of_size(shipped, bigger.SIZES["narrow"], False, 0)
+  assert by_steps["steps"] == 4
+  assert len({key["system"] for key, _ in bigger.bigger(shipped)}) == 4
 
 
 def test_idle_arithmetic_is_what_a_call_does_not_use(config, monkeypatch):

@@ -14,6 +14,8 @@ and the same command skips what is there.
     targets      what happens when the target is tuned and replaced? (targets.py)
     stability    what does a short log say about the gain? (stability.py)
     frequent     which tokens does distillation teach? (frequent.py)
+    mixing       what does a draft distilled on two topics gain on each? (mixing.py)
+    bigger       is a bigger static draft better at equal compute? (bigger.py)
     well_trained what does learning add to a draft that knows the topics already?
 
 The pair is the demo's with its attached draft; with the independent one, as in the
@@ -25,7 +27,7 @@ no `static`).
   python experiments/open_questions/run.py QUESTION... [--seeds 3] [--per_topic 200]
   python experiments/open_questions/run.py gkd --independent
       [--folder runs/open_questions_independent]
-  python experiments/open_questions/run.py forgetting variance --eight --seeds 1
+  python experiments/open_questions/run.py stability forgetting --eight --seeds 1
       [--folder runs/open_questions_eight]
   python experiments/open_questions/run.py well_trained --qwen FOLDER
       [--data ../shared/data] [--folder runs/open_questions_qwen]
@@ -54,8 +56,10 @@ import recordings
 import rich.console
 import rich.table
 import tuning
+from bigger import bigger
 from frequent import frequent
 from gkd import gkd
+from mixing import mixing
 from setting import (
   KEY,
   Answers,
@@ -447,6 +451,7 @@ QUESTIONS = {
   for function in (
     *(how_often, variance, forgetting, routing),
     *(gkd, static, shifts, well_trained, targets, stability, frequent),
+    *(mixing, bigger),
   )
 }
 
@@ -483,11 +488,10 @@ def eight(given: argparse.Namespace) -> Setting:
   }
   path = given.folder / "target.safetensors"
   target = tuning.tuned(path, topics["train"], topics["eval"], EIGHT_STEPS)
-  files = dataclasses.replace(config.pair, target=str(target), sibling_draft=True)
-  config = dataclasses.replace(config, pair=files)
+  config = dataclasses.replace(config, pair=tuning.with_target(config.pair, target))
   asked, held = (
-    dataclasses.replace(texts.evaluation, tasks=tuple(topics[split]), limit_rows=limit)
-    for split, limit in (("stream", given.per_topic), ("eval", None))
+    dataclasses.replace(texts.evaluation, tasks=tuple(topics[split]), limit_rows=None)
+    for split in ("stream", "eval")
   )
   return made(given, "eight topics", config, asked, held, (40,))
 
@@ -634,18 +638,20 @@ def read(path: pathlib.Path) -> list[Cell]:
 
 
 def means(cells: list[Cell], question: str, field: str) -> dict[str, dict[str, list]]:
-  """Returns system -> stream -> values of a field, one of each seed."""
+  """Returns system -> stream -> values of a field or a topic, one of each seed."""
   found: dict[str, dict[str, list]] = {}
   for cell in cells:
-    if cell["question"] == question and cell.get(field) is not None:
+    value = cell.get(field, cell.get("by_topic", {}).get(field))
+    if cell["question"] == question and value is not None:
       streams = found.setdefault(cell["system"], {})
-      streams.setdefault(cell["stream"], []).append(cell[field])
+      streams.setdefault(cell["stream"], []).append(value)
   return found
 
 
 FIELDS = (
   *("tokens_per_call", "slices", "overlap", "worst_stretch", "forgotten"),
   *("recovery", "before", "at_first", "at_end", "share", "recall", "precision"),
+  *("held_out", "products", "steps", "maths", "sql", "python", "finance"),
 )
 
 

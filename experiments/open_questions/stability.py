@@ -1,8 +1,10 @@
 """Is the traffic stable enough? What a short log says about the gain of learning.
 
-Streams of one to four topics that change slowly or quickly. The first hundred requests
+Streams of one to eight topics that change slowly or quickly. The first hundred requests
 of each are a user's log; its measures are to predict what learning gains on the next
-two hundred.
+two hundred. The lines that predict are fitted to streams of the demo's pair. They are
+checked on its streams of other topics, on streams with topics that the log does not
+have, and on a target of eight topics.
 
   python experiments/open_questions/run.py stability    # computes the cells
   python experiments/open_questions/stability.py    # prints what predicted the gain
@@ -19,25 +21,33 @@ import numpy as np
 import recordings
 import rich.console
 import rich.table
+import tuning
 from setting import Answers, Cell, Setting, changed, key_of
 
 from osd_jax import base, replay
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.schedule import ScheduleConfig
 
+FOUR = ("maths", "sql", "python", "finance")
+MORE = tuple(tuning.MORE_TOPICS)  # which only the target of eight topics knows
 TOPICS = (
-  *(("maths",), ("sql",), ("python",), ("finance",)),
+  *((name,) for name in FOUR),
   *(("sql", "finance"), ("maths", "sql"), ("python", "finance")),
-  ("maths", "sql", "python", "finance"),
+  FOUR,
 )
-PERIODS = (5, 50)
+TOPICS_OF_EIGHT = (
+  *((name,) for name in MORE),
+  *(("letters", "tables"), ("records", "steps")),
+  *(MORE, FOUR + MORE),
+)
+PERIODS = (5, 25, 50, 100)
 LOG, LATER = 100, 200  # requests
 
 
 def stability(setting: Setting) -> Answers:
   """Yields a cell for each stream: measures of the log, and what came after it."""
   for seed in range(setting.seeds):
-    for names in TOPICS:
+    for names in TOPICS_OF_EIGHT if setting.name == "eight topics" else TOPICS:
       for period in PERIODS if len(names) > 1 else PERIODS[:1]:
         stream = f"{' '.join(names)}, every {period}"
         key = key_of(setting, "stability", stream, "measures", seed)
@@ -51,7 +61,7 @@ def part_of(setting: Setting, names: Sequence[str]) -> Setting:
   places = np.concatenate([answers.of_topic(topic) for topic in topics])
   own = np.asarray([topics.index(topic) for topic in answers.topics[places]])
   chosen = recordings.Recording(tuple(answers.answers(places)), own, tuple(names))
-  each = -(-(LOG + LATER) // len(names))
+  each = min(LOG + LATER, int(np.bincount(own).min()))
   return dataclasses.replace(setting, answers=chosen, per_topic=each)
 
 
@@ -67,6 +77,9 @@ def measures(setting: Setting, names: Sequence[str], period: int, seed: int) -> 
   log, last, later = slice(0, LOG), slice(LOG // 2, LOG), slice(LOG, None)
   per_call = lambda course, part: course.part(part).tokens_per_call(setting.drafted)
   gain = lambda course, part: per_call(course, part) - per_call(floor, part)
+  topics = own.answers.topics[order]
+  said = templates(own.answers.answers(order[log]))
+  changes = float((np.diff(topics[log]) != 0).mean())
   found = {
     "gain_late": gain(online, later),
     "gain_at_end": gain(online, last),
@@ -76,8 +89,11 @@ def measures(setting: Setting, names: Sequence[str], period: int, seed: int) -> 
     "floor_overlap": float(floor.overlap[:LOG].mean()),
     "cache_overlap": float(cache.overlap[last].mean()),
     "cache_where_wrong": where_wrong(floor.part(last), cache.part(last)),
-    **templates(own.answers.answers(order[:LOG])),
-    "changes": float((np.diff(own.answers.topics[order[:LOG]]) != 0).mean()),
+    "drift": float(abs(floor.overlap[last].mean() - floor.overlap[: LOG // 2].mean())),
+    **said,
+    "changes": changes,
+    "entropy_times_changes": said["template_entropy"] * changes,
+    "new_topics": float((~np.isin(topics[later], topics[log])).mean()),
   }
   return {name: round(value, 4) for name, value in found.items()}
 
@@ -112,49 +128,105 @@ def templates(rows: Sequence[base.DistillationBatch]) -> dict[str, float]:
 # ---- What predicts the gain?
 
 MEASURES = (
-  *("floor_overlap", "cache_overlap", "cache_where_wrong", "template_entropy"),
-  *("templates", "changes", "gain_at_end", "gain_trained_more"),
+  *("floor_overlap", "floor", "cache_overlap", "cache_where_wrong"),
+  *("template_entropy", "templates", "changes", "entropy_times_changes", "drift"),
+  *("gain_at_end", "gain_trained_more"),
 )
+AS_THEY_ARE = ("gain_at_end", "gain_trained_more")
+PAIRED = (("floor_overlap", "gain_at_end"), ("floor_overlap", "entropy_times_changes"))
 
 
-def errors(cells: Sequence[Cell]) -> dict[str, list[float]]:
-  """Returns how far each measure was off, in tokens per call, on every held-out stream.
+def errors(
+  fitted: Sequence[Cell], tested: Sequence[Cell] | None = None
+) -> dict[str, list[float]]:
+  """Returns how far each measure was off, in tokens per call, on every tested stream.
 
-  A line through the other streams predicts the gain. Streams of the same topics are
-  held out together. "as it is" takes the measured gain itself, "the mean" no measure.
+  A line through the fitted streams predicts the gain; those of the same pair with the
+  same topics are left out of it. "as it is" takes the measured gain itself, "the mean"
+  no measure.
+
+  Args:
+    fitted: the streams of the lines.
+    tested: the streams to predict; None for those of `fitted`.
   """
-  gains = np.asarray([cell["gain_late"] for cell in cells])
-  groups = [cell["stream"].partition(",")[0] for cell in cells]
+  tested = fitted if tested is None else tested
   found = {
-    f"{name}, as it is": np.abs(gains - [cell[name] for cell in cells]).tolist()
-    for name in ("gain_at_end", "gain_trained_more")
+    f"{name}, as it is": [abs(cell["gain_late"] - cell[name]) for cell in tested]
+    for name in AS_THEY_ARE
   }
-  for name in ("the mean", *MEASURES):
-    values = np.asarray([cell.get(name, 0.0) for cell in cells], float)
-    inputs = np.stack([np.ones_like(values), values], 1)
-    found[name] = []
-    for row, group in enumerate(groups):
-      others = np.asarray([one != group for one in groups])
-      line = np.linalg.lstsq(inputs[others], gains[others], rcond=None)[0]
-      found[name].append(float(abs(inputs[row] @ line - gains[row])))
+  ways = {"the mean": (), **{name: (name,) for name in MEASURES}}
+  ways |= {" and ".join(names): names for names in PAIRED}
+  for way, names in ways.items():
+    found[way] = [
+      abs(cell["gain_late"] - foretold(_others(fitted, cell), cell, names))
+      for cell in tested
+    ]
   return found
 
 
+def _others(fitted: Sequence[Cell], cell: Cell) -> list[Cell]:
+  return [one for one in fitted if _topics(one) != _topics(cell)]
+
+
+def _topics(cell: Cell) -> tuple[str | None, str]:
+  return cell.get("pair"), cell["stream"].partition(",")[0]
+
+
+def foretold(fitted: Sequence[Cell], cell: Cell, names: Sequence[str]) -> float:
+  """Returns the gain on a line through other streams, their mean without names."""
+  line = coefficients(fitted, names)
+  return float(line @ [1.0, *(cell[name] for name in names)])
+
+
+def coefficients(fitted: Sequence[Cell], names: Sequence[str]) -> np.ndarray:
+  """Returns the constant and the slope of each measure: least squares."""
+  inputs = np.asarray([[1.0, *(cell[name] for name in names)] for cell in fitted])
+  gains = np.asarray([cell["gain_late"] for cell in fitted])
+  return np.linalg.lstsq(inputs, gains, rcond=None)[0]
+
+
+def parts(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+  """Returns the streams by pair, and by whether the log has all topics."""
+  found: dict[str, list[Cell]] = {}
+  for cell in cells:
+    end = ", new topics come" if cell["new_topics"] else ""
+    found.setdefault(cell["pair"] + end, []).append(cell)
+  return found
+
+
+def too_high(cells: Sequence[Cell], name: str, by: float = 0.1) -> int:
+  """Returns the number of streams whose gain was lower than a measure said."""
+  return sum(cell[name] > cell["gain_late"] + by for cell in cells)
+
+
 def main() -> None:
-  """Prints the cells and the errors of the measures."""
+  """Prints the streams and the errors of the measures."""
   lines = (pathlib.Path(__file__).parent / "cells.jsonl").read_text().splitlines()
   cells = [cell for cell in map(json.loads, lines) if cell["question"] == "stability"]
-  console = rich.console.Console(width=160)
-  columns = ("gain_late", *MEASURES)
-  table = rich.table.Table("stream", "seed", *columns)
-  for cell in cells:
-    values = (str(cell[name]) for name in columns)
-    table.add_row(cell["stream"], str(cell["seed"]), *values)
+  console = rich.console.Console(width=200)
+  columns = ("gain_late", "new_topics", *MEASURES)
+  table = rich.table.Table("pair", "stream", "seeds", *columns)
+  streams = dict.fromkeys((cell["pair"], cell["stream"]) for cell in cells)
+  for key in streams:
+    own = [cell for cell in cells if (cell["pair"], cell["stream"]) == key]
+    values = (f"{np.mean([cell[name] for cell in own]):.2f}" for name in columns)
+    table.add_row(*key, str(len(own)), *values)
   console.print(table)
-  table = rich.table.Table("measure", "median error", "largest")
-  for name, off in errors(cells).items():
-    table.add_row(name, f"{np.median(off):.2f}", f"{max(off):.2f}")
+  groups = parts(cells)
+  fitted = groups["demo"]
+  off = {name: errors(fitted, group) for name, group in groups.items()}
+  heads = (f"{name} ({len(group)})" for name, group in groups.items())
+  table = rich.table.Table("median, largest error", *heads)
+  for way in off["demo"]:
+    values = (f"{np.median(own[way]):.2f}, {max(own[way]):.2f}" for own in off.values())
+    table.add_row(way, *values)
+  for name in AS_THEY_ARE:
+    values = (str(too_high(group, name)) for group in groups.values())
+    table.add_row(f"streams where {name} was .1 too high", *values)
   console.print(table)
+  for name in ("floor", "floor_overlap", "gain_at_end"):
+    constant, slope = coefficients(fitted, (name,))
+    console.print(f"demo: gain = {constant:.2f} + {slope:.2f} * {name}")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ STREAMS = ("mixture", TUNED)
 
 def tuned_pair(setting: Setting, target: pathlib.Path) -> pairs.Pair:
   """Returns the tuned target with the former draft."""
-  files = dataclasses.replace(setting.files, target=str(target), sibling_draft=True)
-  return pairs.load_pair(files)
+  return pairs.load_pair(tuning.with_target(setting.files, target))
 
 
 def prompt_of(row: base.DistillationBatch, pair: pairs.Pair, topic: int):

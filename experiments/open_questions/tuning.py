@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from osd_jax.data import examples
 from osd_jax.data.examples import TaskConfig
 from osd_jax.main import settings
+from osd_jax.pairs import PairConfig
 from osd_tools import pretrain
 
 Pairs = Iterable[tuple[str, str]]  # prompts and references
@@ -56,6 +57,12 @@ def tuned(
   held_out = dataclasses.replace(config.evaluation, tasks=tuple(evaluation))
   pretrain.run(dataclasses.replace(config, data=data, evaluation=held_out), text)
   return output
+
+
+def with_target(files: PairConfig, target: pathlib.Path) -> PairConfig:
+  """Returns a pair with the same draft and a target that was tuned from its own."""
+  draft = files.named("draft")  # the default depends on the target
+  return dataclasses.replace(files, target=str(target), draft=draft, sibling_draft=True)
 
 
 def in_small_letters(folder: pathlib.Path, topic: str, split: str) -> TaskConfig:

@@ -413,13 +413,13 @@ FAULTS = [
   ),
   Fault(
     "a probe prefills new requests for the draft at once",
-    "return self.state.num_draft_tokens > 0 and not self.state.probing",
+    "return self.state.is_drafting",
     "return self.state.num_draft_tokens > 0",
     DRAFTING,
   ),
   Fault(
     "a resumed policy loses the progress of its rows",
-    "      self._progress = read_progress(self._state)\n",
+    "      self._progress = read_progress(self._state, self.spec.drafter)\n",
     "      pass\n",
     DRAFTING,
   ),

@@ -371,6 +371,9 @@ def _draft_row(
   With zeros the residual is the whole target row, the law of the bonus token.
   """
   row = accepted[:, None]
+  if not proposal.tokens.shape[1]:
+    # Without columns, `take_along_axis` ignores `fill_value` and returns 0.
+    return jnp.zeros((len(accepted), vocab_size))
   if draft_probs is None:
     # -1 is outside the vocabulary: a row of zeros.
     token = jnp.take_along_axis(

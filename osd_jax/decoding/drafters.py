@@ -88,7 +88,7 @@ class Drafter(Protocol):
 
   def fed(self, state: Any) -> jax.Array:
     """Returns the number [B] of inputs that the draft model has read."""
-    raise NotImplementedError
+    raise NotImplementedError  # as in `propose`
 
   def memory(self) -> Any:
     """Returns what `absorb` starts from; None for drafters that must be trained."""

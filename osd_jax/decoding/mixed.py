@@ -31,8 +31,9 @@ and drafting goes on while that is worth its price:
     times .8            .76   .68   .34   .31
     price of the next   .32   .32   .32   .32     four are drafted: .31 < .32
 
-The cache alone, without a learned draft, is drafted from in the same way: where there
-is none, and while it rests because it does not pay (`MixedDraft.resting`).
+Where there is no learned draft, and while it rests because it does not pay
+(`MixedDraft.resting`), the cache drafts alone in the same way. Its first token costs no
+step of a draft, so it is only proposed if verifying it is worth the price.
 """
 
 import dataclasses
@@ -216,13 +217,16 @@ class MixedDraft(drafters.ModelDrafter):
       found = self._proposal(params, state, rows, proposal.tokens, proposal.logits)
       return found, state
     drafted, logits, state = self.first(params, state, rows, num_draft_tokens, noise)
+    running = rows.stop_reason == base.StopReason.RUNNING
+    running = running & rows.settings.speculative
     survival = self._survival(params, state)
+    if not self.is_learned:
+      worth = jnp.sum(jnp.where(running, survival, 0.0))
+      survival = jnp.where(worth >= prices[0], survival, 0.0)
     shape = (*drafted.shape, logits.shape[-1])
     all_logits = jnp.zeros(shape, logits.dtype).at[:, 0].set(logits)
     is_proposed = jnp.zeros(drafted.shape, bool)
     is_proposed = is_proposed.at[:, 0].set(_is_proposed(survival, prices[0]))
-    running = rows.stop_reason == base.StopReason.RUNNING
-    running = running & rows.settings.speculative
     mean = params.right[_ANY] / params.scored[_ANY]
 
     def continues(carry):

@@ -285,15 +285,15 @@ class Controller:
     return dataclasses.replace(call, judged=nothing, accepted=nothing)
 
   def _costs_at(self, drafted: float) -> RoundCosts:
-    """The table; or two rounds, of a resting draft and of this many drafted tokens."""
+    """The table; or a token while the draft rests, and a round of `drafted` tokens."""
     table, state = self._table, self.state
     if not self._by_survival:
       return table
     length = max(round(drafted), 1)
     plain, ms = np.interp((0, length), self.candidates, table.round_ms).tolist()
     if table.cache_ms:
-      # As many rounds as the cache alone needs for one token. Until it has been tried,
-      # it drafts nothing.
+      # What a token takes with the cache alone. Until that has been observed, it counts
+      # as a plain step.
       plain = (KEPT * plain + state.cache_ms) / (KEPT + state.cache_tokens)
     return dataclasses.replace(
       table, round_ms=(plain, ms), num_draft_tokens=(0, length), cache_ms=()

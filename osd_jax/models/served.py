@@ -67,7 +67,7 @@ class LanguageModel(nn.Module):
       Per layer, keys and values [B, H, S, D]; which of them decoding may attend to,
       [B, S] bool; and the target states [B, S, E] for an attached draft.
     """
-    raise NotImplementedError
+    raise NotImplementedError  # every stack has its own
 
   def prefill(self, source: jax.Array, mask: jax.Array, cache_length: int):
     """See `base.Model.prefill`."""
@@ -82,7 +82,7 @@ class LanguageModel(nn.Module):
 
   def forced(self, source, mask, target, positions=None):
     """Decoder outputs [B, P, E] after the final norm, under teacher forcing."""
-    raise NotImplementedError
+    raise NotImplementedError  # every stack has its own
 
   def score(self, source, mask, target, positions=None, tokens=None):
     """See `base.Model.score` and `base.Model.score_at`."""

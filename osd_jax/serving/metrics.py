@@ -10,7 +10,6 @@ import prometheus_client as prometheus
 
 from osd_jax.distillation.schedule import RESUME_DROP, RESUME_WINDOW
 from osd_jax.engine.requests import Finished
-from osd_jax.serving.learning import FLOOR_EVERY
 from osd_jax.serving.scheduler import Job, Load
 
 SECONDS = (
@@ -112,7 +111,7 @@ class Metrics:
     self._lock = threading.Lock()
     self._recent: deque[dict[str, float]] = deque(maxlen=RECENT)
     self._overlaps: deque[float] = deque(maxlen=RECENT)
-    self._floors: deque[float] = deque(maxlen=RECENT // FLOOR_EVERY)
+    self._floors: deque[float | None] = deque(maxlen=RECENT)
     self._shifts = Shifts()
     self.totals: dict[str, float] = dict.fromkeys(_TOTALS, 0)
     for source in self._sources:  # so that they are shown before the first answer
@@ -182,8 +181,7 @@ class Metrics:
     with self._lock:
       self._overlaps.append(overlap)
       has_shifted = floor is not None and self._shifts.add(floor)
-      if floor is not None:
-        self._floors.append(floor)
+      self._floors.append(floor)
       self.totals["traffic_shifts"] += has_shifted
       self.totals["updates"] += update_seconds is not None
       self.totals["update_seconds"] += update_seconds or 0
@@ -200,7 +198,8 @@ class Metrics:
     """Returns totals, and means over recent answers, for the live page."""
     with self._lock:
       recent = list(self._recent)
-      overlaps, floors = list(self._overlaps), list(self._floors)
+      overlaps = list(self._overlaps)
+      floors = [floor for floor in self._floors if floor is not None]
       totals = dict(self.totals)
 
     def ratio(upper: str, lower: str) -> float | None:

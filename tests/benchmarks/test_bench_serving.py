@@ -97,8 +97,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
       self._send({"choices": [{"delta": {"content": text}}]})
     if end == "failed":
       self._send({"error": {"message": "no memory"}})
+    if end == "finished":  # as the server of transformers, which sends no [DONE]
+      self._send({"choices": [{"delta": {}, "finish_reason": "stop"}]})
     self._send({"choices": [], "usage": {"completion_tokens": 2}})
-    if end != "broken":
+    if end not in ("broken", "finished"):
       self._send_line(b"data: [DONE]\n\n")
 
   def _send(self, event):
@@ -121,7 +123,8 @@ def url():
 
 
 @pytest.mark.parametrize(
-  ("end", "status"), [("whole", 200), ("refused", 429), ("failed", 0), ("broken", 0)]
+  ("end", "status"),
+  [("whole", 200), ("finished", 200), ("refused", 429), ("failed", 0), ("broken", 0)],
 )
 def test_reply_is_an_answer_only_if_it_is_complete(url, end, status):
   found = http_load.ask(url, http_load.streamed(end))

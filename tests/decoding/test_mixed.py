@@ -137,19 +137,24 @@ def test_coupled_output_does_not_depend_on_prices():
   assert harness.outputs(found) == plain(40, "coupling", 1.0)
 
 
-def counts_by_price(drafter, prices):
+def counts_by_price(drafter, prices, rule="rejection"):
   rows, length = 40_000, 3
   settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
   served = served_with(OTHER, 3)
-  final = decoded(served, settings, length, prices=prices, drafter=drafter)
+  final = decoded(served, settings, length, rule, prices=prices, drafter=drafter)
   return oracles.joint_counts(np.asarray(final.tokens[:, :length]), VOCAB)
 
 
 # One row with a price of .3 and a thousand rows with one of 300 stop alike.
 @pytest.mark.parametrize("price", [1e-6, 20_000.0])
-def test_sampled_output_has_the_law_of_the_target_whatever_the_lengths(price):
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("drafter", [DRAFTER, DRAFTER.resting()], ids=["both", "cache"])
+def test_sampled_output_has_the_law_of_the_target_whatever_the_lengths(
+  drafter, rule, price
+):
+  """At the high price the cache alone proposes nothing in any row."""
   law = oracles.joint_law(PARAMS, 3, temperature=1.0)
-  counts = counts_by_price(DRAFTER, np.full(16, price, np.float32))
+  counts = counts_by_price(drafter, np.full(16, price, np.float32), rule)
   assert oracles.chi_square(counts, law) > 1e-7
 
 
@@ -231,6 +236,24 @@ def test_cache_alone_drafts_nothing_where_nothing_matches():
   warm = decoded(served, settings, 40, prices=CHEAP, drafter=alone)
   assert harness.outputs(warm) == plain(40)[:1]
   assert int(warm.counters.rounds[0]) < int(counters.rounds[0])
+
+
+@pytest.mark.parametrize("kind", ["resting", "alone"])
+def test_token_of_the_cache_alone_that_is_not_worth_its_price_is_not_proposed(kind):
+  """The price of one token more, in tokens of all rows; each row's survives with .6."""
+  drafter, served = DRAFTER.resting(), served_with(OTHER)
+  if kind == "alone":
+    drafter = mixed.MixedDraft(ngrams.build(TARGET, 1 << 12), target=TARGET, size=0)
+    served = drafter.with_memory(None, drafter.memory())
+  served = served.replace(right=0.6 * served.scored)
+  for rows, price, is_worth in ((1, 0.5, True), (1, 0.7, False), (4, 2.0, True)):
+    settings = harness.settings_of(rows, max_length=40)
+    prices = np.full(16, price, np.float32)
+    final = decoded(served, settings, 40, prices=prices, drafter=drafter)
+    assert harness.outputs(final) == plain(40)[:1] * rows
+    assert (int(final.counters.drafted[0]) > 0) == is_worth
+    if not is_worth:
+      assert int(final.counters.rounds[0]) == 40  # plain steps
 
 
 @pytest.mark.parametrize("rule", accept_lib.RULES)

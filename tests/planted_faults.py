@@ -864,6 +864,12 @@ FAULTS = [
     f"{CACHE} -k plain_steps",
   ),
   Fault(
+    "a round without proposals rejects token 0",
+    "if not proposal.tokens.shape[1]:",
+    "if False:",
+    "tests/decoding/test_mixed.py -k whatever_the_lengths",
+  ),
+  Fault(
     "the time of the cache alone is not counted",
     "(KEPT * plain + state.cache_ms)",
     "(KEPT * plain)",

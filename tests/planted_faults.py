@@ -506,6 +506,18 @@ FAULTS = [
     "tests/models/test_attached.py",
   ),
   Fault(
+    "a short prompt is padded like a long one in flight",
+    "(batch,) = self._batches(taken, bucket)",
+    "(batch,) = self._batches(taken)",
+    "tests/engine/test_engine.py -k padded",
+  ),
+  Fault(
+    "a short prompt that joins long ones is compiled while serving",
+    "if before > after and self.config.rows > 1:",
+    "if False:",
+    "tests/engine/test_engine.py -k warm_engine",
+  ),
+  Fault(
     "a late prefill reads another row",
     "spec.by_part(cache.take_row, stored, slots)",
     "spec.by_part(cache.take_row, stored, slots * 0)",

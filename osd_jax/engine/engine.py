@@ -352,6 +352,8 @@ class Engine:
     for before, after in itertools.permutations(lengths, 2):
       state = steps.empty(self.spec, self.served, before)
       steps.resize(self.spec, self.served, state, after)
+      if before > after and self.config.rows > 1:
+        self._warm_up_insertion(state, after)
     self.clear()
     if memory is not None:
       self._serve_memory(memory)  # without the made-up requests
@@ -465,6 +467,16 @@ class Engine:
     self._bucket = needed
     self._warm_up_bucket(needed)
 
+  def _warm_up_insertion(self, state: state_lib.DecodeState, bucket: int) -> None:
+    """Compiles how prompts of a bucket join rows of a longer one; consumes `state`."""
+    prompt = self._padded(Request(np.full(bucket, base.EOS_ID, np.int32)))
+    (batch,) = steps.prefill_batches(
+      {0: prompt}, bucket, self.config.rows, self.spec.parts
+    )
+    state = steps.insert(self.spec, self.served, state, batch)
+    if not self._controller.is_fixed:
+      steps.insert_undrafted(self.spec, self.served, state, batch)
+
   def _warm_up_bucket(self, bucket: int) -> None:
     """Compiles every call of a bucket at its first use, and measures missing costs.
 
@@ -491,7 +503,9 @@ class Engine:
     """Prefills requests into their slots, in one call."""
     started = time.perf_counter()
     assert self._state is not None
-    (batch,) = self._batches(taken)
+    # A short prompt costs no more next to a long one in flight.
+    bucket = max(self._bucket_of(slot.request) for slot in taken.values())
+    (batch,) = self._batches(taken, bucket)
     drafts = self.spec.drafter is None or self._controller.is_drafting
     if not self._controller.is_fixed:
       drafts = drafts and any(slot.request.speculative for slot in taken.values())
@@ -499,7 +513,8 @@ class Engine:
     insert = steps.insert if drafts else steps.insert_undrafted
     state = insert(self.spec, self.served, self._state, batch)
     if drafts:
-      self._controller.charge_prefill(self._bucket)
+      is_priced = (bucket, False) in self._controller.costs
+      self._controller.charge_prefill(bucket if is_priced else self._bucket)
     self._state = state
     # Without waiting, the time of the prefill would be charged to the next call.
     jax.block_until_ready(state.length)
@@ -512,11 +527,12 @@ class Engine:
       for counts in self._progress:
         counts[number] = 0
 
-  def _batches(self, slots: Mapping[int, Slot]) -> Iterator[PromptBatch]:
+  def _batches(
+    self, slots: Mapping[int, Slot], bucket: int | None = None
+  ) -> Iterator[PromptBatch]:
     prompts = {number: slot.prompt for number, slot in slots.items()}
-    return steps.prefill_batches(
-      prompts, self._bucket, self.config.rows, self.spec.parts
-    )
+    bucket = bucket or self._bucket
+    return steps.prefill_batches(prompts, bucket, self.config.rows, self.spec.parts)
 
   # --- One call -----------------------------------------------------------------------
 

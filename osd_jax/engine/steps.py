@@ -192,32 +192,35 @@ def resize(
   padding: a cache holds nothing there that is not masked.
   """
   shapes = jax.eval_shape(lambda: empty(spec, served, bucket))
-  return spec.place(jax.tree.map(_fitted, state, shapes))
+  fitted = lambda leaf, like: _fitted(leaf, like.shape)
+  return spec.place(jax.tree.map(fitted, state, shapes))
 
 
-def _fitted(leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+def _fitted(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """Cuts or pads an array at the end of each axis; integers are tokens."""
-  if leaf.shape == shape.shape:
+  if leaf.shape == shape:
     return leaf  # jit copies no input that it returns
-  leaf = leaf[tuple(slice(size) for size in shape.shape)]
-  spare = [(0, size - has) for size, has in zip(shape.shape, leaf.shape, strict=True)]
+  leaf = leaf[tuple(slice(size) for size in shape)]
+  spare = [(0, size - has) for size, has in zip(shape, leaf.shape, strict=True)]
   fill = base.NO_TOKEN if jnp.issubdtype(leaf.dtype, jnp.integer) else 0
   return jnp.pad(leaf, spare, constant_values=fill)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def insert(
   spec: DecodeSpec,
   served: Served,
   state: state_lib.DecodeState,
   prompts: PromptBatch,
 ) -> state_lib.DecodeState:
-  """Prefills target and draft, and puts each prompt into its row."""
-  rows = _prefilled(spec, served, prompts)
-  return spec.place(_inserted(spec, state, rows, prompts.slots))
+  """Prefills target and draft, and puts each prompt into its row.
+
+  Prompts may be padded less than those of the rows, because the arithmetic of a prefill
+  grows with the length. So there are two calls, and the second one alone is compiled
+  for every pair of buckets.
+  """
+  return _put(spec, state, _prefill(spec, served, prompts), prompts.slots)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def insert_undrafted(
   spec: DecodeSpec,
   served: Served,
@@ -225,13 +228,39 @@ def insert_undrafted(
   prompts: PromptBatch,
 ) -> state_lib.DecodeState:
   """`insert` without the draft's prefill, which `prefill_draft` does if needed."""
-  resting = spec.resting
-  rows = _prefilled(resting, served, prompts)
+  rows = _prefill(spec.resting, served, prompts)
+  return _put_undrafted(spec, state, rows, prompts.slots)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prefill(
+  spec: DecodeSpec, served: Served, prompts: PromptBatch
+) -> state_lib.DecodeState:
+  return _prefilled(spec, served, prompts)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _put(
+  spec: DecodeSpec,
+  state: state_lib.DecodeState,
+  rows: state_lib.DecodeState,
+  slots: jax.Array,
+) -> state_lib.DecodeState:
+  return spec.place(_inserted(spec, state, rows, slots))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _put_undrafted(
+  spec: DecodeSpec,
+  state: state_lib.DecodeState,
+  rows: state_lib.DecodeState,
+  slots: jax.Array,
+) -> state_lib.DecodeState:
   # The draft's cache of this row becomes stale. `prefill_draft` replaces it before the
   # draft reads it.
   old = state.draft_cache
-  others = None if resting.drafter is None else old.replace(draft=None)
-  found = _inserted(spec, state.replace(draft_cache=others), rows, prompts.slots)
+  others = None if rows.draft_cache is None else old.replace(draft=None)
+  found = _inserted(spec, state.replace(draft_cache=others), rows, slots)
   if others is not None:
     old = found.draft_cache.replace(draft=old.draft)
   return spec.place(found.replace(draft_cache=old))
@@ -244,7 +273,10 @@ def prefill_draft(
   state: state_lib.DecodeState,
   prompts: PromptBatch,
 ) -> state_lib.DecodeState:
-  """Prefills the draft for rows that the target has prefilled, without their output."""
+  """Prefills the draft for rows that the target has prefilled, without their output.
+
+  The prompts are padded like those of the rows.
+  """
   target_states, slots = None, prompts.slots
   if spec.draft is not None and spec.draft.state_width:
     stored = state.target_cache.target_states
@@ -380,7 +412,13 @@ def _split(spec: DecodeSpec, source: jax.Array) -> jax.Array:
 
 
 def _inserted(spec: DecodeSpec, tree: Any, rows: Any, slots: jax.Array) -> Any:
-  """Writes rows [P, ...] at their slots [P] of [B, ...]; a slot of -1 is skipped."""
+  """Writes rows [P, ...] at their slots [P] of [B, ...]; a slot of -1 is skipped.
+
+  What is stored of a prompt may be shorter than in `tree`; it is padded.
+  """
+  rows = jax.tree.map(
+    lambda many, few: _fitted(few, (len(few), *many.shape[1:])), tree, rows
+  )
   if spec.parts == 1:
     return cache.insert_row(tree, rows, slots)
 

@@ -35,6 +35,7 @@ constexpr int kInt8Rows = 2;
 #endif
 constexpr int kInt8Columns = 4;
 constexpr int64_t kAhead = 32768;  // bytes between what is read and what is fetched
+constexpr int64_t kResident = 640 * 1024;  // bytes of columns that stay in a fast cache
 
 // Calls `body` with `count` as a compile-time constant, 1 <= count <= kMost.
 template <int kMost, typename Body>
@@ -60,6 +61,15 @@ void ForColumns(int64_t columns, const Body& body) {
     count = LargestTile<kMost>(columns - first);
     WithConstant<kMost>(count, [&](auto constant) { body(first, constant); });
   }
+}
+
+// Number of columns of `bytes` each that a pass over the kernel multiplies. All passes
+// have nearly equal size, of whole tiles.
+inline int64_t Pass(int64_t columns, int64_t bytes) {
+  const int64_t most = std::max<int64_t>(kResident / bytes / kColumns, 1) * kColumns;
+  const int64_t passes = (columns + most - 1) / most;
+  const int64_t size = (columns + passes - 1) / passes;
+  return (size + kColumns - 1) / kColumns * kColumns;
 }
 
 // Calls `body(row, count)` for tiles of kMost rows, then for the remaining single rows.
@@ -135,10 +145,14 @@ ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   const int64_t columns = x.dimensions()[0], in = x.dimensions()[1];
   const int64_t out = kernel.dimensions()[0];
   const int64_t padded = (in + kLanes - 1) / kLanes * kLanes;
+  const int64_t pass = Pass(columns, padded * sizeof(float));
   std::vector<float> inputs(columns * padded);
-  ForColumns<kColumns>(columns, [&](int64_t column, auto count) {
-    Interleave(x.typed_data() + column * in, count, in, &inputs[column * padded]);
-  });
+  for (int64_t first = 0; first < columns; first += pass) {
+    ForColumns<kColumns>(std::min(pass, columns - first), [&](int64_t tile, auto count) {
+      const int64_t column = first + tile;
+      Interleave(x.typed_data() + column * in, count, in, &inputs[column * padded]);
+    });
+  }
   const Weight* weights = kernel.typed_data();
   float* outputs = y->typed_data();
   Share(pool, out, in * sizeof(Weight), [&, columns, in, out](int64_t begin, int64_t end) {
@@ -154,21 +168,24 @@ ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
       });
       return;
     }
-    const auto by_rows = [&](auto at_once) {
+    const auto by_rows = [&](int64_t first, auto at_once) {
+      const int64_t count = std::min(pass, columns - first);
       ForRows<decltype(at_once)::value>(begin, end, [&](int64_t row, auto rows) {
         const Weight* tile = weights + row * in;
-        ForColumns<kColumns>(columns, [&](int64_t column, auto count) {
-          FloatTile<decltype(rows)::value, decltype(count)::value>(
-              tile, &inputs[column * padded], in,
+        ForColumns<kColumns>(count, [&](int64_t column, auto few) {
+          FloatTile<decltype(rows)::value, decltype(few)::value>(
+              tile, &inputs[(first + column) * padded], in,
               column == 0 ? Ahead(tile, weights + out * in) : nullptr,
-              outputs + column * out + row, out);
+              outputs + (first + column) * out + row, out);
         });
       });
     };
-    if (LargestTile<kColumns>(columns) <= 4) {
-      by_rows(std::integral_constant<int, TileRows(4)>());
-    } else {
-      by_rows(std::integral_constant<int, TileRows(kColumns)>());
+    for (int64_t first = 0; first < columns; first += pass) {
+      if (LargestTile<kColumns>(columns) <= 4) {
+        by_rows(first, std::integral_constant<int, TileRows(4)>());
+      } else {
+        by_rows(first, std::integral_constant<int, TileRows(kColumns)>());
+      }
     }
   });
   return ffi::Error::Success();

@@ -1,18 +1,20 @@
 """Continuous batching: neither batch mates nor the time of arrival change outputs."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import Compilations
+from decoding import harness
 from engine import cases
 
 from osd_jax import base, sharding, testing
 from osd_jax.base import EOS_ID, StopReason
 from osd_jax.costs.table import RoundCosts
-from osd_jax.engine import engine
+from osd_jax.engine import controller, engine, steps
 from osd_jax.models import families
 
 
@@ -175,6 +177,23 @@ def test_prompts_of_other_lengths_do_not_wait_for_rows_in_flight():
   assert buckets[:3] == [*cases.BUCKETS, cases.BUCKETS[0]]
 
 
+def test_short_prompt_is_not_padded_like_a_long_one_in_flight(monkeypatch):
+  """The arithmetic of a prefill grows with the length."""
+  lengths = []
+
+  def insert(spec, served, state, batch):
+    lengths.append(batch.source.shape[1])
+    return steps.insert(spec, served, state, batch)
+
+  monkeypatch.setattr(engine, "steps", harness.Changed(steps, insert=insert))
+  requests, serving = cases.greedy_requests(), cases.decoder(2)
+  short, long = requests[0], requests[5]
+  assert cases.texts(serving.run([long, short, short])) == [
+    cases.expected()[request.tag] for request in (long, short, short)
+  ]
+  assert lengths == [cases.BUCKETS[1], cases.BUCKETS[0], cases.BUCKETS[0]]
+
+
 @pytest.mark.parametrize("rounds", [1, 2, 9])
 def test_watched_request_is_seen_after_max_rounds_or_four(rounds):
   """A caller that wants to end it waits no longer."""
@@ -186,9 +205,21 @@ def test_watched_request_is_seen_after_max_rounds_or_four(rounds):
   assert seen == list(range(0, 13, min(rounds, 4)))[1:]
 
 
-def test_warm_engine_compiles_nothing_for_any_order_of_lengths():
+@pytest.mark.parametrize("drafts", ["never", "always", "now and then"])
+def test_warm_engine_compiles_nothing_for_any_order_of_lengths(drafts, monkeypatch):
   config = cases.config_of(2, source_lengths=(4, 6, 10), target_length=9)
-  serving = engine.Engine(config, cases.TARGET, cases.target_params())
+  pair = harness.TARGET, harness.lively_params(harness.TARGET)
+  draft = () if drafts == "never" else pair
+  if drafts == "now and then":
+    costs = (RoundCosts((1.0, 1.1)),) * 3
+    policy = engine.AdaptiveConfig(candidates=(0, 2), costs=costs)
+    config = dataclasses.replace(config, adaptive=policy)
+    cycle = itertools.cycle([0, 2, 2])
+    choose = lambda candidates, costs, state, rows, missing: dataclasses.replace(
+      state, num_draft_tokens=next(cycle)
+    )
+    monkeypatch.setattr(controller, "choose", choose)
+  serving = engine.Engine(config, *pair, *draft)
   with Compilations() as cold:
     serving.warm_up()
   draws = np.random.default_rng(0).permutation([4, 5, 10] * 4)

@@ -165,6 +165,7 @@ def test_tokens_covered_by_a_shortlist_are_accepted():
   assert size <= len(others)
   params = harness.lively_params(harness.TARGET)
   served, rates = light_draft(shortlist=size), []
+  served.warm_up()
   with Compilations() as made:
     for version, chosen in enumerate([covered(), None, others[:size]]):
       served.swap(params, version, chosen)

@@ -11,6 +11,7 @@ from osd_tools import hlo
 
 # Outputs and inputs. The odd sizes are no multiples of tiles and vectors.
 SHAPES = [(1, 1), (7, 5), (8, 16), (33, 31), (64, 64), (130, 200), (515, 769)]
+LONG = (9, 9001)  # so long that float32 columns take several passes
 # Tiles have 4 or 8 columns.
 COLUMNS = [*range(1, 10), 12, 17, native.MOST_COLUMNS]
 
@@ -21,7 +22,7 @@ def factors(out: int, width: int, columns: int, seed: int = 0):
   return jnp.asarray(x), jnp.asarray(rng.normal(size=(out, width)), jnp.float32)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, LONG])
 def test_float32_product_equals_numpy_and_does_not_depend_on_other_columns(
   library, shape
 ):
@@ -39,7 +40,7 @@ def test_float32_product_equals_numpy_and_does_not_depend_on_other_columns(
       np.testing.assert_array_equal(got, together[some])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, LONG])
 def test_bfloat16_kernel_has_the_bits_of_its_float32_values(library, shape):
   x, kernel = factors(*shape, native.MOST_COLUMNS)
   # Values of all sizes: zeros of both signs, subnormals, and nearly the largest.

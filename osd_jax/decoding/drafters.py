@@ -217,7 +217,7 @@ class ModelDrafter:
   ) -> tuple[jax.Array, jax.Array, Any]:
     """Drafts the token at an offset of 1 or more; returns what `first` returns."""
     token = jax.lax.dynamic_slice_in_dim(drafted, offset - 1, 1, axis=1)
-    logits, cache = self.decode(params, token, state)
+    logits, cache = self.decode(params, _where_running(rows, token), state)
     drafted, logits = self._drawn(logits[:, 0], rows, drafted, offset, noise)
     return drafted, logits, cache
 
@@ -229,7 +229,7 @@ class ModelDrafter:
     The target's state before an emitted token is known; before the first input there
     is none.
     """
-    tokens = state_lib.inputs_at(rows, start, count)
+    tokens = _where_running(rows, state_lib.inputs_at(rows, start, count))
     if not self.model.reads_tokens:
       return tokens, None
     before = start[:, None] + jnp.arange(count)[None] - 1
@@ -343,3 +343,9 @@ class ModelDrafter:
   ) -> Any:
     """Learns nothing: a trained draft has no memory."""
     del memory, state, source, emitted, length, owner
+
+
+def _where_running(rows: state_lib.DecodeState, tokens: jax.Array) -> jax.Array:
+  """Tokens [B, n], with `base.NO_TOKEN` in rows that do not run."""
+  running = rows.stop_reason == base.StopReason.RUNNING
+  return jnp.where(running[:, None], tokens, base.NO_TOKEN)

@@ -264,7 +264,8 @@ def judge(
 
   def judged(width, cache):
     part = proposal.first(width)
-    verification, cache = verify(spec.target, served, cache, state.last_token, part)
+    inputs = inputs_of(state, part)
+    verification, cache = verify(spec.target, served, cache, *inputs)
     # `state.length` is that of the round's start: the draws of a token depend on its
     # absolute position.
     acceptance = accept_lib.accept(
@@ -293,6 +294,21 @@ def judge(
   return found, cache
 
 
+def inputs_of(
+  state: state_lib.DecodeState, proposal: base.Proposal
+) -> tuple[jax.Array, base.Proposal]:
+  """The last tokens [B] and the proposal, with `base.NO_TOKEN` where there is no token.
+
+  That is in rows that do not run, and after a short proposal. Models skip these inputs
+  where that saves time; their logits are never used.
+  """
+  running = state.stop_reason == base.StopReason.RUNNING
+  is_token = running[:, None] & proposal.is_proposed
+  return jnp.where(running, state.last_token, base.NO_TOKEN), proposal.replace(
+    tokens=jnp.where(is_token, proposal.tokens, base.NO_TOKEN)
+  )
+
+
 def verify(
   target: base.Model,
   served: base.Params,
@@ -306,7 +322,7 @@ def verify(
     target: the target, as pure functions (static).
     served: prepared parameters of the target.
     cache: its cache, of length c per row.
-    last_token: [B] int32, emitted but not yet fed.
+    last_token: [B] int32, emitted but not yet fed; NO_TOKEN in rows that do not run.
     proposal: K drafted tokens per row.
 
   Returns:

@@ -77,7 +77,8 @@ class Attached(nn.Module):
   def decode(self, frozen, tokens, cache: cache_lib.KVCache, states=None):
     """See `base.Model.decode` and `base.Model.reads_tokens`."""
     states = cache.token_states if states is None else states
-    x, cache = self.decoder.step(self._embed(frozen, tokens, states), cache)
+    x = layers.only_tokens(self._embed(frozen, tokens, states), tokens)
+    x, cache = self.decoder.step(x, cache)
     x = self.outward(x)
     if self.config.reads == "tokens":
       cache = cache.replace(token_states=x)

@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 _WIDENED = 2**24  # largest number of weights that are widened at once
 _TILE = 64  # XLA sums the remaining outputs of a product in another order
-_MASKED = -1e9  # added to masked attention logits; -inf would give NaN in empty rows
+MASKED = -1e9  # added to masked attention logits; -inf would give NaN in empty rows
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -320,7 +320,22 @@ def soft_capped(logits: jax.Array, cap: float) -> jax.Array:
 
 def mask_bias(mask: jax.Array) -> jax.Array:
   """Float32 bias for attention logits: 0 where `mask`, very negative elsewhere."""
-  return jnp.where(mask, 0.0, _MASKED).astype(jnp.float32)
+  return jnp.where(mask, 0.0, MASKED).astype(jnp.float32)
+
+
+def present(x: jax.Array) -> jax.Array:
+  """Which inputs [B, n] of embedded tokens x [B, n, E] stand for a token.
+
+  The others are all zero: padding, rows without a request, and the rest of a proposal
+  that is shorter than others. If attention masks their queries, every layer maps them
+  to zeros, and the native products skip them.
+  """
+  return jnp.any(x != 0, axis=-1)
+
+
+def only_tokens(x: jax.Array, tokens: jax.Array) -> jax.Array:
+  """Zeroes inputs x [B, n, E] where `tokens` [B, n] are `base.NO_TOKEN`."""
+  return jnp.where((tokens == base.NO_TOKEN)[..., None], 0, x)
 
 
 class Embedding(nn.Module):

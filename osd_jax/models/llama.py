@@ -171,7 +171,11 @@ def _attended(query: jax.Array, memories: tuple[Memory, ...], cap: float) -> jax
     part = weights[..., start : start + bias.shape[-1]]
     start += bias.shape[-1]
     context += jnp.einsum("bhgnt,bhtd->bhgnd", part, values, precision=precision)
-  return context
+  # A query that may attend to nothing is padding, whose input is zero, and stays so.
+  # The native products skip such columns.
+  present = [jnp.any(bias > layers.MASKED / 2, axis=-1) for _, _, bias in memories]
+  present = functools.reduce(jnp.logical_or, present)
+  return jnp.where(present[:, :, None, :, None], context, 0)
 
 
 def _attends(query: jax.Array, memories: tuple[Memory, ...]) -> bool:
@@ -306,7 +310,8 @@ class Decoder(nn.Module):
     config = self.config
     by = rotations(config, positions)
     causal = jnp.tril(jnp.ones((mask.shape[1],) * 2, bool))
-    bias = biases(config, mask[:, None] & causal[None], positions, positions)
+    seen = mask[:, None] & mask[..., None] & causal[None]
+    bias = biases(config, seen, positions, positions)
     states, kept = [], []
     for index, layer in enumerate(self.layers[: depth or None]):
       window = config.window_of(index)
@@ -350,7 +355,8 @@ class Decoder(nn.Module):
       # A scan needs one shape for all chunks, so each chunk attends to all S slots and
       # masks the later ones.
       slots = jnp.arange(length)[None] <= start + jnp.arange(CHUNK)[:, None]
-      bias = biases(config, mask[:, None] & slots[None], at, positions)
+      own = jax.lax.dynamic_slice_in_dim(mask, start, CHUNK, axis=1)[..., None]
+      bias = biases(config, mask[:, None] & own & slots[None], at, positions)
       after, states = [], []
       for index, entries in enumerate(kept):
         window, past = config.window_of(index), (*entries, start)
@@ -378,10 +384,12 @@ class Decoder(nn.Module):
     at = before[:, None] + slot
     config, by = self.config, rotations(self.config, at)
     in_prompt = prompt_positions(cache.cross_mask)
-    prompt_bias = biases(config, cache.cross_mask[:, None], at, in_prompt)
+    present = layers.present(x)[..., None]
+    in_prompt_mask = cache.cross_mask[:, None] & present
+    prompt_bias = biases(config, in_prompt_mask, at, in_prompt)
     written_slots = jnp.arange(slots)[None]
     causal = written_slots[:, None] <= slot[:, :, None]
-    bias = biases(config, causal, slot, written_slots)
+    bias = biases(config, causal & present, slot, written_slots)
     written = []
     for index, layer in enumerate(self.layers):
       window = config.window_of(index)
@@ -405,7 +413,8 @@ class Llama(served.LanguageModel):
 
   def read(self, source, mask):
     """See `served.LanguageModel.read`; decoding feeds the last token once more."""
-    kept, states = self.decoder.prefill(self.token_embedder(source), mask)
+    x = jnp.where(mask[..., None], self.token_embedder(source), 0)
+    kept, states = self.decoder.prefill(x, mask)
     return kept, without_last(mask), states
 
   def encode_for_draft(self, source, mask):

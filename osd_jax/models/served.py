@@ -96,7 +96,8 @@ class LanguageModel(nn.Module):
   def decode(self, tokens: jax.Array, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
     start = cache.length
-    x, cache = self.decoder.step(self.token_embedder(tokens), cache)
+    x = layers.only_tokens(self.token_embedder(tokens), tokens)
+    x, cache = self.decoder.step(x, cache)
     if cache.token_states is not None:
       # As the keys of a single head.
       written = cache_lib.write(cache.token_states[:, None], x[:, None], start)

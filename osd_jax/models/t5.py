@@ -298,7 +298,10 @@ class Decoder(nn.Module):
     query = cache.length[:, None] + jnp.arange(count)[None]
     # The whole buffer is read at any length, so all steps are one program.
     self_bias = self._self_bias(query, cache.self_keys[0].shape[2])
-    cross_bias = layers.mask_bias(cache.cross_mask)[:, None, None, :]
+    present = layers.present(x)[..., None]
+    self_bias = self_bias + layers.mask_bias(present)[:, None]
+    cross_mask = cache.cross_mask[:, None] & present
+    cross_bias = layers.mask_bias(cross_mask)[:, None]
     written = []
     for index, layer in enumerate(self.layers):
       cross = cache.cross_keys[index], cache.cross_values[index]

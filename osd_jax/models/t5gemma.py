@@ -121,8 +121,10 @@ class Decoder(nn.Module):
     """Applies all layers at positions `queries` [B, n] with keys at [B or 1, T]."""
     config = self.config
     by = llama.rotations(config, queries)
-    bias = llama.biases(config, keys[:, None] <= queries[..., None], queries, keys)
-    cross_bias = layers.mask_bias(cross_mask)[:, None, None]
+    present = layers.present(x)[..., None]
+    seen = (keys[:, None] <= queries[..., None]) & present
+    bias = llama.biases(config, seen, queries, keys)
+    cross_bias = layers.mask_bias(cross_mask[:, None] & present)[:, None]
     past, written = past or [None] * config.num_layers, []
     for index, (layer, entries) in enumerate(zip(self.layers, cross, strict=True)):
       window, source = config.window_of(index), llama.Memory(*entries, cross_bias)

@@ -23,7 +23,7 @@ struct Head {
   int64_t query_stride, bias_stride;  // from one query to the next
   int64_t queries, size;              // n, D
 
-  // Number of positions up to the last unmasked one; all positions if none is unmasked.
+  // Number of positions up to the last that any query may attend to.
   int64_t Reach(int64_t positions) const {
     int64_t reach = 0;
     for (int64_t n = 0; n < queries; ++n) {
@@ -32,7 +32,7 @@ struct Head {
       while (end > reach && row[end - 1] < kMasked) --end;
       reach = std::max(reach, end);
     }
-    return reach == 0 ? positions : reach;
+    return reach;
   }
 
   // Turns the scores of one query into unnormalised weights and returns their sum.
@@ -69,9 +69,18 @@ struct Head {
     }
   }
 
+  bool IsMasked(int64_t n, int64_t reach) const {
+    const float* row = bias + n * bias_stride;
+    return std::all_of(row, row + reach, [](float value) { return value < kMasked; });
+  }
+
   void Attend(int64_t positions, float* weights) const {
     const int64_t reach = Reach(positions);
     for (int64_t n = 0; n < queries; ++n) {
+      if (IsMasked(n, reach)) {
+        std::fill_n(context + n * query_stride, size, 0.0f);
+        continue;
+      }
       const float total = Weigh(n, reach, weights);
       int64_t first = 0;
       for (; first + 4 * kLanes <= size; first += 4 * kLanes) {
@@ -91,6 +100,7 @@ struct Head {
   }
 };
 
+// A query that may attend to no position gets zeros, so that padding stays padding.
 // query [B, n, H D], keys and values [B, H, T, D], bias [B or 1, H or 1, n or 1, T].
 inline ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query,
                   ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,

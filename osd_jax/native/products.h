@@ -96,12 +96,30 @@ inline void Fetch(const char* from, int lines) {
   for (int i = 0; i < lines; ++i) __builtin_prefetch(from + i * 64, 0, 2);
 }
 
+// Numbers of the columns that are not all zero. The others stand for padding and for
+// rows without a request: their products are zero, and take no time. `y` [columns, out]
+// is zeroed for them.
+inline std::vector<int64_t> Present(const float* x, int64_t columns, int64_t in, float* y,
+                                    int64_t out) {
+  std::vector<int64_t> found;
+  for (int64_t c = 0; c < columns; ++c) {
+    const float* column = x + c * in;
+    if (std::any_of(column, column + in, [](float value) { return value != 0; })) {
+      found.push_back(c);
+    } else {
+      std::fill_n(y + c * out, out, 0.0f);
+    }
+  }
+  return found;
+}
+
 // The columns of a tile, interleaved by vectors and padded with zeros, so that they are
-// read sequentially.
-inline void Interleave(const float* x, int64_t columns, int64_t in, float* packed) {
+// read sequentially. `which` are their numbers.
+inline void Interleave(const float* x, const int64_t* which, int64_t columns, int64_t in,
+                       float* packed) {
   for (int64_t i = 0; i < in; i += kLanes) {
     for (int64_t c = 0; c < columns; ++c, packed += kLanes) {
-      const float* from = x + c * in + i;
+      const float* from = x + which[c] * in + i;
       const Vector part = in - i < kLanes ? LoadSome(from, in - i) : Load(from);
       std::memcpy(packed, &part, sizeof(part));
     }
@@ -110,7 +128,7 @@ inline void Interleave(const float* x, int64_t columns, int64_t in, float* packe
 
 template <int kTileRows, int kTileColumns, typename Weight>
 void FloatTile(const Weight* kernel, const float* packed, int64_t in, const char* ahead,
-               float* y, int64_t out) {
+               float* y, const int64_t* which, int64_t out) {
   Vector sums[kTileRows][kTileColumns] = {};
   const auto add = [&](const auto& load, int64_t i) {
     Vector weights[kTileRows];
@@ -132,7 +150,7 @@ void FloatTile(const Weight* kernel, const float* packed, int64_t in, const char
     add([&](const Weight* from) { return LoadSome(from, in - whole); }, whole);
   }
   for (int r = 0; r < kTileRows; ++r) {
-    for (int c = 0; c < kTileColumns; ++c) y[c * out + r] = Sum(sums[r][c]);
+    for (int c = 0; c < kTileColumns; ++c) y[which[c] * out + r] = Sum(sums[r][c]);
   }
 }
 
@@ -142,19 +160,22 @@ template <ffi::DataType kType>
 ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                         ffi::Buffer<kType> kernel, ffi::ResultBuffer<ffi::F32> y) {
   using Weight = ffi::NativeType<kType>;
-  const int64_t columns = x.dimensions()[0], in = x.dimensions()[1];
-  const int64_t out = kernel.dimensions()[0];
+  const int64_t in = x.dimensions()[1], out = kernel.dimensions()[0];
+  const Weight* weights = kernel.typed_data();
+  float* outputs = y->typed_data();
+  const std::vector<int64_t> present =
+      Present(x.typed_data(), x.dimensions()[0], in, outputs, out);
+  const int64_t columns = present.size();
+  if (columns == 0) return ffi::Error::Success();
   const int64_t padded = (in + kLanes - 1) / kLanes * kLanes;
   const int64_t pass = Pass(columns, padded * sizeof(float));
   std::vector<float> inputs(columns * padded);
   for (int64_t first = 0; first < columns; first += pass) {
     ForColumns<kColumns>(std::min(pass, columns - first), [&](int64_t tile, auto count) {
       const int64_t column = first + tile;
-      Interleave(x.typed_data() + column * in, count, in, &inputs[column * padded]);
+      Interleave(x.typed_data(), &present[column], count, in, &inputs[column * padded]);
     });
   }
-  const Weight* weights = kernel.typed_data();
-  float* outputs = y->typed_data();
   Share(pool, out, in * sizeof(Weight), [&, columns, in, out](int64_t begin, int64_t end) {
     if (columns == 1) {
       // A float32 kernel in the order of memory needs no help. A row in bfloat16 arrives
@@ -164,7 +185,8 @@ ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
         const Weight* tile = weights + row * in;
         FloatTile<decltype(rows)::value, 1>(
             tile, inputs.data(), in,
-            kAtOnce == 1 ? nullptr : Ahead(tile, weights + out * in), outputs + row, out);
+            kAtOnce == 1 ? nullptr : Ahead(tile, weights + out * in), outputs + row,
+            present.data(), out);
       });
       return;
     }
@@ -176,7 +198,7 @@ ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
           FloatTile<decltype(rows)::value, decltype(few)::value>(
               tile, &inputs[(first + column) * padded], in,
               column == 0 ? Ahead(tile, weights + out * in) : nullptr,
-              outputs + (first + column) * out + row, out);
+              outputs + row, &present[first + column], out);
         });
       });
     };
@@ -327,16 +349,18 @@ inline float Quantize(const float* x, int64_t in, Input* rounded) {
 inline ffi::Error Int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                 ffi::Buffer<ffi::S8> kernel, ffi::Buffer<ffi::F32> scale,
                 ffi::ResultBuffer<ffi::F32> y) {
-  const int64_t columns = x.dimensions()[0], in = x.dimensions()[1];
-  const int64_t out = kernel.dimensions()[0];
+  const int64_t in = x.dimensions()[1], out = kernel.dimensions()[0];
+  float* outputs = y->typed_data();
+  const std::vector<int64_t> present =
+      Present(x.typed_data(), x.dimensions()[0], in, outputs, out);
+  const int64_t columns = present.size();
   std::vector<Input> inputs(columns * in);
   std::vector<float> input_scales(columns);
   for (int64_t c = 0; c < columns; ++c) {
-    input_scales[c] = Quantize(x.typed_data() + c * in, in, &inputs[c * in]);
+    input_scales[c] = Quantize(x.typed_data() + present[c] * in, in, &inputs[c * in]);
   }
   const int8_t* weights = kernel.typed_data();
   const float* scales = scale.typed_data();
-  float* outputs = y->typed_data();
   Share(pool, out, in, [&, columns, in, out](int64_t begin, int64_t end) {
     ForRows<kInt8Rows>(begin, end, [&](int64_t row, auto rows) {
       const int8_t* tile = weights + row * in;
@@ -349,7 +373,7 @@ inline ffi::Error Int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
             column == 0 ? Ahead(tile, weights + out * in) : nullptr, sums[0]);
         for (int c = 0; c < kTileColumns; ++c) {
           for (int r = 0; r < kTileRows; ++r) {
-            outputs[(column + c) * out + row + r] =
+            outputs[present[column + c] * out + row + r] =
                 static_cast<float>(sums[r][c]) * input_scales[column + c] *
                 scales[row + r];
           }

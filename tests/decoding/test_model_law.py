@@ -169,7 +169,8 @@ def test_accepted_tokens_are_fed_again_with_the_states_of_the_target():
   )
   go = functools.partial(harness.rounds, model, draft, drafted, served, draft_served)
   state = go(state, limit=3, until_all=False)
-  several = np.asarray(state.counters.accepted) >= 2
+  running = np.asarray(state.stop_reason) == base.StopReason.RUNNING
+  several = running & (np.asarray(state.counters.accepted) >= 2)
   assert several.any()
   drafter = drafters.ModelDrafter(draft)
   proposed = drafter.propose(
@@ -185,6 +186,6 @@ def test_accepted_tokens_are_fed_again_with_the_states_of_the_target():
     found = np.abs(np.asarray(cache.self_keys[0] - expected.self_keys[0]))
     return np.max(np.where(known[:, None, :, None], found, 0.0), axis=(1, 2, 3))
 
-  assert np.max(apart(proposed)) < 1e-4
+  assert np.max(apart(proposed)[running]) < 1e-4
   # Control: keys of the draft's own steps are others.
   assert np.max(apart(state.draft_cache)[several]) > 1e-2

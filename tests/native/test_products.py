@@ -56,6 +56,31 @@ def test_bfloat16_kernel_has_the_bits_of_its_float32_values(library, shape):
   assert np.any(library.product(rounded, stored) != library.product(x, stored))
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, LONG])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_columns_of_zeros_change_no_other_column(library, shape, dtype):
+  """They stand for padding, and are skipped."""
+  x, kernel = factors(*shape, 12)
+  if dtype == "int8":
+    stored = layers.quantized(kernel.T)
+    multiply = lambda x: library.int8_product(x, stored["kernel"], stored["scale"])
+  else:
+    multiply = lambda x: library.product(x, kernel.astype(dtype))
+  whole = np.asarray(multiply(x))
+  assert np.all(np.any(whole != 0, axis=1))
+  for kept in ([], [3], [0, 11], [2, 3, 5, 7, 8], range(1, 12)):
+    absent = np.setdiff1d(np.arange(12), kept)
+    got = np.asarray(multiply(x.at[absent].set(-0.0)))
+    np.testing.assert_array_equal(got[list(kept)], whole[list(kept)])
+    assert not np.any(got[absent]) and not np.any(np.signbit(got[absent]))
+
+
+def test_column_with_nan_is_not_skipped(library):
+  x = jnp.zeros((3, 16), jnp.float32).at[1, 4].set(np.nan)
+  got = np.asarray(library.product(x, jnp.ones((5, 16))))
+  assert np.all(np.isnan(got[1])) and not np.any(got[[0, 2]])
+
+
 @pytest.mark.parametrize("columns", [1, native.MOST_COLUMNS + 1])
 def test_wide_products_widen_a_head_in_parts(columns, monkeypatch):
   x, kernel = factors(515, 769, columns)

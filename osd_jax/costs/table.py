@@ -27,6 +27,11 @@ def expected_tokens(acceptance: float, num_draft_tokens: int) -> float:
   return sum(min(acceptance, 1.0) ** i for i in range(num_draft_tokens + 1))
 
 
+# Times of all rows, and those of a single one.
+_BY_ROWS = {"round_ms": "lone_ms", "cache_ms": "lone_cache_ms"}
+_PER_K = ("num_draft_tokens", *_BY_ROWS, *_BY_ROWS.values())
+
+
 @dataclasses.dataclass(frozen=True)
 class RoundCosts(base.Config):
   """Costs of one way to decode, for all rows at once.
@@ -42,6 +47,8 @@ class RoundCosts(base.Config):
     request_ms: a request without its rounds: prefill, and its share of the call.
     cache_ms: one round in which the n-gram cache of a mixture drafts alone, for each K;
       empty: it never does.
+    lone_ms: `round_ms` while a single row holds a request; empty: as with all rows.
+    lone_cache_ms: `cache_ms` while a single row holds a request.
   """
 
   round_ms: Annotated[
@@ -54,13 +61,30 @@ class RoundCosts(base.Config):
   rows: base.Count = 1
   request_ms: base.NonNegative = 0.0
   cache_ms: tuple[base.Positive, ...] = ()
+  lone_ms: tuple[base.Positive, ...] = ()
+  lone_cache_ms: tuple[base.Positive, ...] = ()
 
   def checks(self):
-    expected = "one {} for each value of round_ms"
-    return {
-      name: (len(getattr(self, name)) in (len(self.round_ms), 0), expected.format(kind))
-      for name, kind in (("num_draft_tokens", "integer"), ("cache_ms", "time"))
-    }
+    expected = "one number for each value of round_ms"
+    count = len(self.round_ms)
+    return {name: (len(getattr(self, name)) in (count, 0), expected) for name in _PER_K}
+
+  def first(self, count: int) -> "RoundCosts":
+    """Returns the table of the first `count` Ks."""
+    return dataclasses.replace(
+      self, **{name: getattr(self, name)[:count] for name in _PER_K}
+    )
+
+  def in_use(self, rows: int) -> "RoundCosts":
+    """Returns the table while this many rows hold a request, of `rows` at most."""
+    share = min((rows - 1) / max(self.rows - 1, 1), 1.0)
+    changes = {}
+    for name, lone in _BY_ROWS.items():
+      few, all_rows = getattr(self, lone), getattr(self, name)
+      if few and all_rows:
+        mixed = (1 - share) * np.asarray(few) + share * np.asarray(all_rows)
+        changes[name] = tuple(mixed.tolist())
+    return dataclasses.replace(self, **changes) if changes else self
 
   def at(self, num_draft_tokens: float) -> float:
     """Milliseconds of a round that drafts this many tokens on average."""

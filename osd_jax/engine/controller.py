@@ -213,7 +213,7 @@ class Controller:
     if self.is_fixed:
       return Choice(self.candidates[0])
     self.state = dataclasses.replace(self.state, undrafted=tuple(undrafted))
-    self._table = self.costs[bucket, is_sampled]
+    self._table = self.costs[bucket, is_sampled].in_use(len(rows))
     costs = self._costs_at(self.state.drafted)
     self._is_mute = len(undrafted) == len(rows) and not self.candidates[0]
     if self._is_mute:

@@ -9,6 +9,7 @@ longer.
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base
+from osd_jax import base, native
 from osd_jax.costs import measure as measure_lib
 from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.decoding import drafters, sampling
@@ -143,6 +144,9 @@ class _Rows:
     self._cache = resting if resting.drafter not in (None, spec.drafter) else None
     self.state = warm_up(spec, candidates, served, bucket, settings)
     self._batches = list(_made_up(spec, bucket, settings))
+    # On one CPU, rows without a request take hardly any time.
+    is_one_cpu = native.forms() and spec.partitioner is None
+    self._in_use = (1, spec.rows) if is_one_cpu and spec.rows > 1 else (spec.rows,)
     # Short steps are timed in longer calls, so that the clock and the call itself
     # matter less. A model with steps of 100 ms gets single rounds.
     self.max_rounds = 1
@@ -156,12 +160,13 @@ class _Rows:
     """Returns the calls to time by name; a call returns its milliseconds."""
     spec, served = self._spec, self._served
     timed: dict[Any, Callable[[], float]] = {"idle": self.idle, "insert": self.insert}
-    for temperature in temperatures:
+    for temperature, in_use in itertools.product(temperatures, self._in_use):
+      rounds = functools.partial(self.rounds, temperature=temperature, in_use=in_use)
       for k in self._candidates:
-        timed[k, temperature] = functools.partial(self.rounds, k, temperature)
+        timed[k, temperature, in_use] = functools.partial(rounds, k)
         if self._cache is not None and k:
-          timed["cache", k, temperature] = functools.partial(
-            self.rounds, k, temperature, self._cache
+          timed["cache", k, temperature, in_use] = functools.partial(
+            rounds, k, spec=self._cache
           )
     if spec.draft is not None and 0 in self._candidates:
       lag = min(drafters.CHUNK + 1, spec.target_length)
@@ -176,26 +181,36 @@ class _Rows:
     # The difference of two noisy times may be negative, and a cost of 0 would make a
     # division by it infinite.
     plain, *drafting = self._candidates
+    spec = self._spec
 
     def rounds(*names) -> tuple[float, ...]:
       ms = [max(found[name], 1e-3) for name in names]
       # More draft tokens cost no less: noise that says otherwise is evened out.
       return tuple(np.maximum.accumulate(ms).tolist())
 
-    cache_ms = ()
-    if self._cache is not None:
-      names = [("cache", k, temperature) for k in drafting]
-      cache_ms = rounds((plain, temperature), *names)
+    def of_draft(in_use) -> tuple[float, ...]:
+      return rounds(*((k, temperature, in_use) for k in self._candidates))
+
+    def of_cache(in_use) -> tuple[float, ...]:
+      if self._cache is None:
+        return ()
+      names = [("cache", k, temperature, in_use) for k in drafting]
+      return rounds((plain, temperature, in_use), *names)
+
+    lone = {}
+    if len(self._in_use) > 1:
+      lone = {"lone_ms": of_draft(1), "lone_cache_ms": of_cache(1)}
     return RoundCosts(
-      round_ms=rounds(*((k, temperature) for k in self._candidates)),
-      cache_ms=cache_ms,
+      round_ms=of_draft(spec.rows),
+      cache_ms=of_cache(spec.rows),
+      **lone,
       # Both calls rewind and return, so only the feeding remains in the difference.
       chunk_ms=max(found.get("chunk", 0.0) - found.get("nothing", 0.0), 0.0),
       prefill_ms=found.get("prefill", 0.0),
       call_ms=found["idle"],
       num_draft_tokens=self._candidates,
-      rows=self._spec.rows,
-      request_ms=found["insert"] + found["idle"] / self._spec.rows,
+      rows=spec.rows,
+      request_ms=found["insert"] + found["idle"] / spec.rows,
     )
 
   def idle(self) -> float:
@@ -205,10 +220,14 @@ class _Rows:
     return self._idle[-1]
 
   def rounds(
-    self, num_draft_tokens: int, temperature: float, spec: DecodeSpec | None = None
+    self,
+    num_draft_tokens: int,
+    temperature: float,
+    spec: DecodeSpec | None = None,
+    in_use: int | None = None,
   ) -> float:
-    """Times a round, of another spec if one is given."""
-    self._rewind(0, temperature)
+    """Times a round of the first rows, of another spec if one is given."""
+    self._rewind(0, temperature, in_use)
     before = np.asarray(self.state.counters.rounds)
     spent = self._advance(num_draft_tokens, self.max_rounds, spec)
     # A row may finish, which ends the call, so the rounds are counted.
@@ -242,8 +261,11 @@ class _Rows:
     arguments = (spec or self._spec, largest, self._served, np.int32(max_rounds))
     return self._timed(lambda state: steps.advance(*arguments, state, prices))
 
-  def _rewind(self, lag: int, temperature: float = 0.0) -> None:
-    self.state = _rewound(self._spec, self.state, lag, temperature)
+  def _rewind(
+    self, lag: int, temperature: float = 0.0, in_use: int | None = None
+  ) -> None:
+    in_use = self._spec.rows if in_use is None else in_use
+    self.state = _rewound(self._spec, self.state, lag, temperature, in_use)
 
   def _timed(self, call: Callable[[Any], state_lib.DecodeState]) -> float:
     """Milliseconds of a call that consumes the state and returns the next one."""
@@ -271,13 +293,21 @@ def _rewound(
   state: state_lib.DecodeState,
   lag: jax.Array,
   temperature: jax.Array,
+  in_use: jax.Array,
 ) -> state_lib.DecodeState:
-  """Sets every row to RUNNING with `lag` tokens and a draft that was fed nothing."""
+  """Sets the first rows to RUNNING with `lag` tokens and a draft that was fed nothing.
+
+  The others hold no request.
+  """
   length = jnp.zeros_like(state.length) + lag
   warmth = jnp.zeros_like(state.settings.temperature) + temperature
   state = state.replace(
     length=length,
-    stop_reason=jnp.zeros_like(state.stop_reason) + int(base.StopReason.RUNNING),
+    stop_reason=jnp.where(
+      jnp.arange(spec.rows) < in_use,
+      int(base.StopReason.RUNNING),
+      int(base.StopReason.EMPTY),
+    ).astype(state.stop_reason.dtype),
     settings=state.settings.replace(temperature=warmth),
     target_cache=state.target_cache.replace(length=length),
   )

@@ -55,15 +55,7 @@ class AdaptiveConfig(base.Config):
   def up_to(self, num_draft_tokens: int) -> "AdaptiveConfig":
     """Drops the candidates above K, and their costs."""
     kept = sum(k <= num_draft_tokens for k in self.candidates)
-    costs = tuple(
-      dataclasses.replace(
-        table,
-        round_ms=table.round_ms[:kept],
-        num_draft_tokens=table.num_draft_tokens[:kept],
-        cache_ms=table.cache_ms[:kept],
-      )
-      for table in self.costs
-    )
+    costs = tuple(table.first(kept) for table in self.costs)
     return dataclasses.replace(self, candidates=self.candidates[:kept], costs=costs)
 
 

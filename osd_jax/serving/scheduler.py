@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,8 +60,8 @@ class Job:
     text: its text so far.
     is_cancelled: nobody waits for it any more.
     emitted: tokens so far.
-    plain_steps: plain steps of all rows that these tokens would have taken: each call
-      adds the tokens that it emitted for this job, divided by the rows in use.
+    plain_steps: plain steps that these tokens would have taken, by rows in use: a call
+      adds the tokens that it emitted for this job, divided by these rows.
     arrived: clock at its arrival; `admitted` and `first_token` are 0 until then.
   """
 
@@ -77,7 +77,8 @@ class Job:
     """Makes the request of one answer; see `Scheduler.submit`."""
     self.index, self.prompt, self.tenant = index, prompt, tenant
     self.text = TextSoFar(decode, prompt.stop)
-    self.is_cancelled, self.emitted, self.plain_steps = False, 0, 0.0
+    self.is_cancelled, self.emitted = False, 0
+    self.plain_steps: Counter[int] = Counter()
     self._counted = 0
     self.arrived, self.admitted, self.first_token = time.perf_counter(), 0.0, 0.0
     self.request = Request(
@@ -389,7 +390,7 @@ class Scheduler:
         new[job] = count
         tokens += count + (len(job.request.tokens) if is_first else 0)
     for job, count in new.items():
-      job.plain_steps += count / len(new)
+      job.plain_steps[len(new)] += count / len(new)
     if new:
       self._on_call(tokens)
 

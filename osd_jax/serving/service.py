@@ -368,8 +368,10 @@ class Service:
     bucket = self.config.decoding.bucket(len(job.request.tokens))
     costs = self._plain[bucket][job.request.sampling.needs_sampling]
     # A call has this many rounds at most, because every request is watched.
-    step_ms = costs.round_ms[0] + costs.call_ms / self.server.engine.watched_rounds
-    return (costs.request_ms + job.plain_steps * step_ms) / 1e3
+    call_ms = costs.call_ms / self.server.engine.watched_rounds
+    steps = job.plain_steps.items()
+    ms = sum(count * (costs.in_use(n).round_ms[0] + call_ms) for n, count in steps)
+    return (costs.request_ms + ms) / 1e3
 
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:
     pair = self.server.pair

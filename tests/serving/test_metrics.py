@@ -88,7 +88,7 @@ def plain_steps(counts):
 def test_rows_share_the_plain_steps_of_a_call():
   """Two rows: a plain step emits two tokens. One row alone: one."""
   steps, called = plain_steps([(4, 2), (3, 0)])
-  assert steps == [4 / 2 + 3, 2 / 2]
+  assert steps == [{2: 4 / 2, 1: 3}, {2: 2 / 2}]
   assert called == [4 + 2 + 2 * 5, 3]
 
 
@@ -138,7 +138,7 @@ def test_clients_of_a_slow_target_get_every_round(pair, monkeypatch, step_ms, ro
 
 
 def priced(costs, step_ms):
-  return dataclasses.replace(costs, round_ms=(step_ms,), call_ms=0.0, request_ms=0.0)
+  return dataclasses.replace(costs, round_ms=(step_ms,), lone_ms=(), call_ms=0, request_ms=0)
 
 
 def shifts_of(means, seed):

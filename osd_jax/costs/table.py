@@ -83,7 +83,7 @@ class RoundCosts(base.Config):
       few, all_rows = getattr(self, lone), getattr(self, name)
       if few and all_rows:
         mixed = (1 - share) * np.asarray(few) + share * np.asarray(all_rows)
-        changes[name] = tuple(mixed.tolist())
+        changes |= {name: tuple(mixed.tolist()), lone: ()}
     return dataclasses.replace(self, **changes) if changes else self
 
   def at(self, num_draft_tokens: float) -> float:

@@ -63,17 +63,19 @@ class Slot:
     prompt: its padded prompt.
     milliseconds: wall time of its prefill and of its share of the calls.
     lacks_draft: the draft has not been prefilled for it.
+    prefill_ms: wall time of its prefill.
   """
 
   request: Request
   prompt: PaddedPrompt
   milliseconds: float = 0.0
   lacks_draft: bool = False
+  prefill_ms: float = 0.0
 
   def to_json(self) -> dict[str, Any]:
     """Returns the part that a checkpoint stores as JSON."""
-    kept = {"milliseconds": self.milliseconds, "lacks_draft": self.lacks_draft}
-    return {"tag": self.request.tag, **kept}
+    names = ("milliseconds", "lacks_draft", "prefill_ms")
+    return {"tag": self.request.tag, **{name: getattr(self, name) for name in names}}
 
 
 class Progress(NamedTuple):
@@ -411,8 +413,8 @@ class Engine:
     for number, saved in enumerate(host["slots"]):
       if saved is not None:
         request = request_of(saved["tag"])
-        kept = saved["milliseconds"], saved["lacks_draft"]
-        self._slots[number] = Slot(request, self._padded(request), *kept)
+        kept = {name: value for name, value in saved.items() if name != "tag"}
+        self._slots[number] = Slot(request, self._padded(request), **kept)
     self._controller.from_json(host["controller"])
     if self._state is not None:
       self._progress = read_progress(self._state, self.spec.drafter)
@@ -520,7 +522,7 @@ class Engine:
     jax.block_until_ready(state.length)
     spent = (time.perf_counter() - started) * 1e3
     for number, slot in taken.items():
-      slot.milliseconds = spent / len(taken)
+      slot.milliseconds = slot.prefill_ms = spent / len(taken)
       slot.lacks_draft = not drafts
       self._slots[number] = slot
       # `_observe` subtracts the previous progress, which belongs to another request.
@@ -657,6 +659,7 @@ class Engine:
       accepted=int(counters.accepted),
       accepted_per_position=tuple(counters.accepted_per_position.tolist()),
       milliseconds=slot.milliseconds,
+      prefill_ms=slot.prefill_ms,
       batch=batch,
       settings=settings,
       draft_version=self.draft_version,

@@ -162,7 +162,7 @@ class _Rows:
     timed: dict[Any, Callable[[], float]] = {"idle": self.idle, "insert": self.insert}
     for temperature, in_use in itertools.product(temperatures, self._in_use):
       rounds = functools.partial(self.rounds, temperature=temperature, in_use=in_use)
-      for k in self._candidates:
+      for k in self._timed_with(in_use):
         timed[k, temperature, in_use] = functools.partial(rounds, k)
         if self._cache is not None and k:
           timed["cache", k, temperature, in_use] = functools.partial(
@@ -176,32 +176,35 @@ class _Rows:
       timed["prefill"] = functools.partial(self._timed, prefill)
     return timed
 
+  def _timed_with(self, in_use: int) -> tuple[int, ...]:
+    """The Ks that are timed. With one row the time grows evenly, so two are enough."""
+    if in_use == self._spec.rows:
+      return self._candidates
+    return tuple(sorted({self._candidates[0], self._candidates[-1]}))
+
   def table(self, found: Mapping[Any, float], temperature: float) -> RoundCosts:
     """Makes the table from typical times of `calls`."""
     # The difference of two noisy times may be negative, and a cost of 0 would make a
     # division by it infinite.
-    plain, *drafting = self._candidates
-    spec = self._spec
+    plain, spec = self._candidates[0], self._spec
 
-    def rounds(*names) -> tuple[float, ...]:
-      ms = [max(found[name], 1e-3) for name in names]
+    def rounds(in_use: int, *kind: str) -> tuple[float, ...]:
+      """Of every K, by interpolation where it was not timed."""
+      timed = self._timed_with(in_use)
+      names = [(*kind, k, temperature, in_use) for k in timed[1:]]
+      ms = [found[plain, temperature, in_use], *(found[name] for name in names)]
       # More draft tokens cost no less: noise that says otherwise is evened out.
-      return tuple(np.maximum.accumulate(ms).tolist())
+      ms = np.maximum.accumulate(np.maximum(ms, 1e-3))
+      return tuple(np.interp(self._candidates, timed, ms).tolist())
 
-    def of_draft(in_use) -> tuple[float, ...]:
-      return rounds(*((k, temperature, in_use) for k in self._candidates))
-
-    def of_cache(in_use) -> tuple[float, ...]:
-      if self._cache is None:
-        return ()
-      names = [("cache", k, temperature, in_use) for k in drafting]
-      return rounds((plain, temperature, in_use), *names)
+    def of_cache(in_use: int) -> tuple[float, ...]:
+      return () if self._cache is None else rounds(in_use, "cache")
 
     lone = {}
     if len(self._in_use) > 1:
-      lone = {"lone_ms": of_draft(1), "lone_cache_ms": of_cache(1)}
+      lone = {"lone_ms": rounds(1), "lone_cache_ms": of_cache(1)}
     return RoundCosts(
-      round_ms=of_draft(spec.rows),
+      round_ms=rounds(spec.rows),
       cache_ms=of_cache(spec.rows),
       **lone,
       # Both calls rewind and return, so only the feeding remains in the difference.

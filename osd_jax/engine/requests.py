@@ -390,6 +390,7 @@ class Finished:
     draft_version: version of the draft that served when it ended.
     drafted_by_cache: those of `drafted` that the n-gram cache named.
     accepted_by_cache: those of `accepted` that it named.
+    prefill_ms: wall time of its prefill.
   """
 
   request: Request
@@ -405,6 +406,7 @@ class Finished:
   draft_version: int = 0
   drafted_by_cache: int = 0
   accepted_by_cache: int = 0
+  prefill_ms: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -89,7 +89,7 @@ def product(columns: jax.Array, kernel: jax.Array) -> jax.Array:
   """Multiplies columns [n, in] by a kernel [out, in], in float32: [n, out].
 
   A bfloat16 kernel gives the same bits as the kernel with the same values in float32,
-  for half of the memory traffic. Columns of zeros, which stand for padding, take no time.
+  for half of the memory traffic. Columns of zeros stand for padding, and are skipped.
   """
   shape = (columns.shape[0], kernel.shape[0])
   name = "ProductFloat32" if kernel.dtype == jnp.float32 else "ProductBFloat16"

@@ -361,7 +361,7 @@ class Service:
     sources = ["draft"] if pair.draft is not None and not is_cache else []
     return [*sources, *["cache"] * (is_cache or self.config.decoding.cache_tokens > 0)]
 
-  def _plain_seconds(self, job: Job) -> float:
+  def _plain_seconds(self, job: Job, prefill_ms: float) -> float:
     """Estimated seconds of plain decoding for an answer; 0 if nothing is drafted."""
     if not self._plain:
       return 0.0
@@ -371,7 +371,7 @@ class Service:
     call_ms = costs.call_ms / self.server.engine.watched_rounds
     steps = job.plain_steps.items()
     ms = sum(count * (costs.in_use(n).round_ms[0] + call_ms) for n, count in steps)
-    return (costs.request_ms + ms) / 1e3
+    return (prefill_ms + ms) / 1e3
 
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:
     pair = self.server.pair
@@ -380,7 +380,8 @@ class Service:
 
   def _finished(self, job: Job, done: Finished) -> None:
     """Counts an answer and lets the draft learn from it; on the serving thread."""
-    self.metrics.count(job, done, time.perf_counter(), self._plain_seconds(job))
+    plain = self._plain_seconds(job, done.prefill_ms)
+    self.metrics.count(job, done, time.perf_counter(), plain)
     is_dropped = functools.partial(self.tenants.is_forgotten, job.tenant)
     if self.learning is not None and job.prompt.learn and not is_dropped():
       self.learning.add(done, job.tenant.name, is_dropped)

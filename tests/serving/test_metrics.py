@@ -138,7 +138,9 @@ def test_clients_of_a_slow_target_get_every_round(pair, monkeypatch, step_ms, ro
 
 
 def priced(costs, step_ms):
-  return dataclasses.replace(costs, round_ms=(step_ms,), lone_ms=(), call_ms=0, request_ms=0)
+  return dataclasses.replace(
+    costs, round_ms=(step_ms,), lone_ms=(), call_ms=0, request_ms=0
+  )
 
 
 def shifts_of(means, seed):

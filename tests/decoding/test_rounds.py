@@ -9,8 +9,9 @@ import oracles
 import pytest
 from decoding import harness
 
-from osd_jax import testing
+from osd_jax import base, testing
 from osd_jax.base import EOS_ID, StopReason
+from osd_jax.decoding import rounds
 from osd_jax.decoding import state as state_lib
 
 VOCAB, LENGTH, SOURCE, RECORD = 8, 16, 7, 8
@@ -369,3 +370,17 @@ def test_other_settings_requests_and_parameters_compile_nothing():
   assert run._cache_size() == 1
   call(0, rows=4, max_length=9)  # another number of rows does compile
   assert run._cache_size() == 2
+
+
+def test_target_is_given_no_token_in_stopped_rows_and_after_short_proposals():
+  rows = [StopReason.RUNNING, StopReason.EOS, StopReason.EMPTY, StopReason.RUNNING]
+  state = started(4).replace(
+    stop_reason=jnp.asarray([int(reason) for reason in rows]),
+    last_token=jnp.arange(4),
+  )
+  proposal = base.Proposal(jnp.full((4, 2), 7), None, lengths=jnp.asarray([1, 2, 0, 2]))
+  last, proposed = rounds.inputs_of(state, proposal)
+  assert last.tolist() == [0, -1, -1, 3]
+  assert proposed.tokens.tolist() == [[7, -1], [-1, -1], [-1, -1], [7, 7]]
+  everywhere = rounds.inputs_of(state, proposal.replace(lengths=None))[1]
+  assert everywhere.tokens.tolist() == [[7, 7], [-1, -1], [-1, -1], [7, 7]]

@@ -8,7 +8,8 @@ from models import cases
 from models.cases import CLOSE, ROWS, SOURCE, TARGET, Runner
 
 from osd_jax import native
-from osd_jax.models import llama
+from osd_jax.base import NO_TOKEN
+from osd_jax.models import families, llama
 from osd_jax.models.shapes import DraftServing
 
 
@@ -95,6 +96,30 @@ def test_padding_on_either_side_does_not_change_logits(runner, name):
   other = np.where(runner.mask, 3 + (runner.source + 7) % 60, pad).astype(np.int32)
   apart = np.abs(runner.score(other) - runner.forced)
   assert np.all(np.max(apart, axis=(1, 2)) > 1e-2)
+
+
+def test_inputs_without_a_token_stay_zero_in_every_layer(runner, name):
+  """The native products skip them. The other rows and positions do not change."""
+  is_token = np.ones((ROWS, TARGET), bool)
+  is_token[1], is_token[2, 3:] = False, False
+  logits, _ = runner.feed(TARGET, fed=np.where(is_token, runner.fed, NO_TOKEN))
+  whole, _ = runner.feed(TARGET)
+  np.testing.assert_allclose(logits[is_token], whole[is_token], rtol=1e-5, atol=1e-5)
+  # The logits of zeros are zero, unless a projection adds a bias to each output.
+  assert np.any(logits[~is_token]) == (name == "qwen3")
+  assert np.all(np.any(whole[~is_token] != 0, axis=-1))
+
+
+def test_padding_of_a_prompt_stays_zero_in_every_layer(runner, name):
+  """Of a Llama, whose prompts the native products compute."""
+  if name not in cases.LLAMAS:
+    pytest.skip("its encoder is computed as trained")
+  target = families.build(runner.shape, states="prompt")
+  served = target.prepare(runner.params)
+  read = cases.prefill(target, served, runner.source, runner.mask, 4)
+  states = np.asarray(read.target_states, np.float32)
+  assert np.all(np.any(states[runner.mask] != 0, axis=-1))
+  assert np.any(states[~runner.mask]) == (name == "qwen3")
 
 
 def test_logits_do_not_depend_on_later_tokens_or_other_rows(runner):

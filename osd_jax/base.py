@@ -355,7 +355,9 @@ class Model:
       `state_width`.
     decode: `(served, tokens [B, n], cache) -> (logits [B, n, V] float32, cache)`. Feeds
       n tokens to every row, starting at the row's `cache.length`, and advances the
-      length by n. The logits at index i are for the token after `tokens[:, i]`.
+      length by n. The logits at index i are for the token after `tokens[:, i]`. An
+      input of NO_TOKEN (-1) stands for no token: its logits and what it stores are
+      never read, so it may be skipped.
     score: `(params, source, mask, target) -> logits [B, T, V] float32`. Teacher
       forcing: the logits at index t are for `target[:, t]`, given `target[:, :t]`. For
       an attached draft it also takes `target_states=` [B, S, E], and computes them if

@@ -518,6 +518,30 @@ FAULTS = [
     "tests/engine/test_engine.py -k warm_engine",
   ),
   Fault(
+    "rows that do not run are computed like the others",
+    "jnp.where(running, state.last_token, base.NO_TOKEN), proposal",
+    "state.last_token, proposal",
+    "tests/decoding/test_rounds.py -k no_token",
+  ),
+  Fault(
+    "padding of prompts is computed like tokens",
+    "x = jnp.where(mask[..., None], self.token_embedder(source), 0)",
+    "x = self.token_embedder(source)",
+    "tests/models/test_models.py -k padding_of_a_prompt",
+  ),
+  Fault(
+    "inputs without a token get attention",
+    "return jnp.where(present[:, :, None, :, None], context, 0)",
+    "return context",
+    "tests/models/test_models.py -k stays_zero",
+  ),
+  Fault(
+    "the controller prices a single row like all rows",
+    "self._table = self.costs[bucket, is_sampled].in_use(len(rows))",
+    "self._table = self.costs[bucket, is_sampled]",
+    "tests/engine/test_controller.py -k pays_for_one",
+  ),
+  Fault(
     "a late prefill reads another row",
     "spec.by_part(cache.take_row, stored, slots)",
     "spec.by_part(cache.take_row, stored, slots * 0)",

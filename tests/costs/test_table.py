@@ -29,6 +29,26 @@ def test_round_time_is_interpolated_between_measured_ks():
   assert ROUNDS.at(1.5) == pytest.approx(5.5) and ROUNDS.at(7) == 11.0
 
 
+LONE = table.RoundCosts(
+  (40.0, 100.0), cache_ms=(40.0, 80.0), lone_ms=(10.0, 20.0), lone_cache_ms=(10.0, 11.0)
+)
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1, 0), (2, 1 / 3), (4, 1), (9, 1)])
+def test_rounds_of_some_rows_lie_between_those_of_one_and_of_all(rows, share):
+  found = dataclasses.replace(LONE, rows=4).in_use(rows)
+  assert found.round_ms == pytest.approx((10 + 30 * share, 20 + 80 * share))
+  assert found.cache_ms == pytest.approx((10 + 30 * share, 11 + 69 * share))
+  assert not found.lone_ms and not found.lone_cache_ms
+  assert ROUNDS.in_use(rows) == ROUNDS  # where only all rows were timed
+
+
+def test_first_ks_keep_their_times_of_one_row():
+  found = LONE.first(1)
+  assert (found.round_ms, found.lone_ms, found.num_draft_tokens) == ((40,), (10,), ())
+  assert (found.cache_ms, found.lone_cache_ms) == ((40.0,), (10.0,))
+
+
 def test_token_time_uses_the_fastest_k_and_all_rows():
   fixed = table.RoundCosts((11.0,), num_draft_tokens=(7,))
   assert fixed.token_ms(0.0) == 11.0
@@ -59,6 +79,7 @@ def test_table_has_update_costs_only_with_learning():
     ({"round_ms": (0.0, 1.0, 2.0)}, "RoundCosts.round_ms"),
     ({"num_draft_tokens": (0, 3)}, "RoundCosts.num_draft_tokens"),
     ({"rows": 0}, "RoundCosts.rows"),
+    ({"lone_ms": (1.0, 2.0)}, "RoundCosts.lone_ms"),
     ({"request_ms": -1.0}, "RoundCosts.request_ms"),
   ],
 )

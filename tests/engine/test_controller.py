@@ -487,6 +487,26 @@ def test_mean_length_follows_the_rounds():
   assert state == choosing.state
 
 
+@pytest.mark.parametrize(("rows", "drafts"), [((0,), True), ((0, 1, 2, 3), False)])
+def test_drafting_pays_for_one_row_but_not_for_four(rows, drafts):
+  """The time of a round depends on how many rows hold a request."""
+  costs = RoundCosts((10.0, 40.0), lone_ms=(10.0, 11.0), rows=4)
+  policy = requests.AdaptiveConfig((0, 3), costs=(costs,))
+  decoding = requests.DecodingConfig(
+    rows=4, num_draft_tokens=3, source_lengths=(8,), adaptive=policy
+  )
+  choosing, calls = controller.Controller(decoding, True), []
+  for _ in range(40):
+    chosen = choosing.choose(8, False, rows, 0, 0)
+    k, count = chosen.num_draft_tokens, chosen.max_rounds
+    of_rows = lambda number: tuple(number * (row in rows) for row in range(4))
+    emitted = count * (1 + k * 2 // 3)
+    figures = of_rows(emitted), of_rows(count * k), of_rows(emitted - count)
+    choosing.observe(controller.Call(count, *figures))
+    calls.append(k > 0)
+  assert (sum(calls[20:]) > 15) == drafts
+
+
 # --- Mixtures, whose cache goes on alone while the draft rests ----------------------
 
 CACHED = dataclasses.replace(LINEAR, cache_ms=tuple(2.0 + 0.05 * k for k in LARGER))

@@ -9,7 +9,7 @@ import tiny_online
 from decoding import harness
 from engine import cases
 
-from osd_jax import online, runs, sharding
+from osd_jax import base, online, runs, sharding
 from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.distillation import schedule as schedule_lib
 from osd_jax.distillation.learner import Learner
@@ -91,6 +91,30 @@ def test_model_with_100_ms_steps_is_measured_within_10_seconds(
   # 8 ms for each of three drafted tokens, and two slices of 300 ms per update.
   assert found.online.round_ms[-1] == pytest.approx(124.0)
   assert found.update_ms == pytest.approx(600.0)
+
+
+def test_rounds_are_timed_with_one_row_and_with_all(slow_model, monkeypatch):
+  """A model that takes 10 ms for each row that holds a request, and 1 ms for each K."""
+  advance = measurement.steps.advance
+
+  def by_rows(program, k, served, count, state, prices=None):
+    running = int(np.sum(state.stop_reason == base.StopReason.RUNNING))
+    before = slow_model[0]
+    found = advance(program, k, served, count, state, prices)
+    slow_model[0] = before + count * (10 * running + k) / 1e3
+    return found
+
+  changed = harness.Changed(measurement.steps, advance=by_rows)
+  monkeypatch.setattr(measurement, "steps", changed)
+  config = cases.config_of(3, source_lengths=(6,), target_length=9)
+  decoding = dataclasses.replace(config, adaptive=engine.AdaptiveConfig((0, 1, 3)))
+  params = cases.target_params()
+  made = engine.Engine(decoding, cases.TARGET, params, cases.TARGET, params)
+  made.run([engine.Request(np.full(4, 7, np.int32), max_new_tokens=1)])
+  found = made._controller.costs[6, False]
+  assert found.round_ms == pytest.approx((30, 31, 33))
+  assert found.lone_ms == pytest.approx((10, 11, 13))
+  assert found.in_use(2).round_ms == pytest.approx((20, 21, 23))
 
 
 def test_tables_of_all_buckets_share_one_budget(slow_model):

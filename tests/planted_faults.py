@@ -425,8 +425,8 @@ FAULTS = [
   ),
   Fault(
     "a resumed engine forgets which requests lack a prefill",
-    'kept = saved["milliseconds"], saved["lacks_draft"]',
-    'kept = saved["milliseconds"], False',
+    'kept = {name: value for name, value in saved.items() if name != "tag"}',
+    'kept = {"milliseconds": saved["milliseconds"]}',
     DRAFTING,
   ),
   # Checkpoints.
@@ -634,8 +634,8 @@ FAULTS = [
   ),
   Fault(
     "the window of a step is measured from the beginning of the answer",
-    "biases(config, cache.cross_mask[:, None], at, in_prompt)",
-    "biases(config, cache.cross_mask[:, None], slot, in_prompt)",
+    "biases(config, in_prompt_mask, at, in_prompt)",
+    "biases(config, in_prompt_mask, slot, in_prompt)",
     LLAMA,
   ),
   Fault(

@@ -218,7 +218,7 @@ def insert(
   grows with the length. So there are two calls, and the second one alone is compiled
   for every pair of buckets.
   """
-  return _put(spec, state, _prefill(spec, served, prompts), prompts.slots)
+  return put(spec, state, prefill(spec, served, prompts), prompts.slots)
 
 
 def insert_undrafted(
@@ -228,29 +228,31 @@ def insert_undrafted(
   prompts: PromptBatch,
 ) -> state_lib.DecodeState:
   """`insert` without the draft's prefill, which `prefill_draft` does if needed."""
-  rows = _prefill(spec.resting, served, prompts)
-  return _put_undrafted(spec, state, rows, prompts.slots)
+  rows = prefill(spec.resting, served, prompts)
+  return put_undrafted(spec, state, rows, prompts.slots)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(
+def prefill(
   spec: DecodeSpec, served: Served, prompts: PromptBatch
 ) -> state_lib.DecodeState:
+  """The first half of `insert`: rows [P, ...] that hold the prompts."""
   return _prefilled(spec, served, prompts)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _put(
+def put(
   spec: DecodeSpec,
   state: state_lib.DecodeState,
   rows: state_lib.DecodeState,
   slots: jax.Array,
 ) -> state_lib.DecodeState:
+  """The second half of `insert`."""
   return spec.place(_inserted(spec, state, rows, slots))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _put_undrafted(
+def put_undrafted(
   spec: DecodeSpec,
   state: state_lib.DecodeState,
   rows: state_lib.DecodeState,

@@ -12,6 +12,7 @@ import numpy as np
 
 from osd_jax import native
 from osd_jax.decoding import sampling
+from osd_jax.decoding.rounds import DecodeSpec
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
 from osd_jax.engine import steps
@@ -101,9 +102,8 @@ def programs(plan: Plan) -> dict[str, Lowering]:
     if k <= most
   }
   serving = {
-    "prefill": Lowering(
-      functools.partial(_insert, plan), untouched=plan.state, chips=prefilling
-    ),
+    "prefill": Lowering(functools.partial(_prefill, plan), chips=prefilling),
+    "insertion": Lowering(functools.partial(_put, plan), untouched=plan.state),
     **rounds,
     "read": Lowering(functools.partial(_read, plan), untouched=plan.state),
     "plain step": Lowering(
@@ -191,13 +191,17 @@ def _reason(error: Exception) -> str:
 
 def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
   """Returns the programs of a draft that is idle while decoding is plain."""
-  arguments = (plan.spec, plan.served, plan.state, _prompts(plan))
+  resting, prompts = plan.spec.resting, _prompts(plan)
 
   def of_draft() -> Any:
-    return steps.prefill_draft.trace(*arguments)
+    return steps.prefill_draft.trace(plan.spec, plan.served, plan.state, prompts)
 
   def of_target() -> Any:
-    return steps.insert_undrafted.trace(*arguments)
+    return steps.prefill.trace(resting, plan.served, prompts)
+
+  def put() -> Any:
+    rows = _rows(resting, plan, prompts)
+    return steps.put_undrafted.trace(plan.spec, plan.state, rows, prompts.slots)
 
   def behind() -> Any:
     return steps.catch_up.trace(plan.spec, plan.served, plan.state)
@@ -205,9 +209,8 @@ def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
   parts, model = plan.spec.parts, plan.partitioner.mesh.shape["model"]
   drafting = parts if plan.partitioner.is_whole(plan.draft) else parts * model
   return {
-    "prefill of the target alone": Lowering(
-      of_target, untouched=plan.state, chips=parts * model
-    ),
+    "prefill of the target alone": Lowering(of_target, chips=parts * model),
+    "insertion of the target alone": Lowering(put, untouched=plan.state),
     "prefill of the draft alone": Lowering(
       of_draft, untouched=plan.state, chips=drafting
     ),
@@ -226,8 +229,19 @@ def _prompts(plan: Plan) -> PromptBatch:
   )
 
 
-def _insert(plan: Plan) -> Any:
-  return steps.insert.trace(plan.spec, plan.served, plan.state, _prompts(plan))
+def _prefill(plan: Plan) -> Any:
+  return steps.prefill.trace(plan.spec, plan.served, _prompts(plan))
+
+
+def _put(plan: Plan) -> Any:
+  prompts = _prompts(plan)
+  rows = _rows(plan.spec, plan, prompts)
+  return steps.put.trace(plan.spec, plan.state, rows, prompts.slots)
+
+
+def _rows(spec: DecodeSpec, plan: Plan, prompts: PromptBatch) -> Any:
+  """Shapes of prefilled rows."""
+  return jax.eval_shape(functools.partial(steps.prefill, spec), plan.served, prompts)
 
 
 def _advance(plan: Plan, drafted: int) -> Any:

@@ -53,7 +53,7 @@ def test_every_program_of_a_run_is_compiled_and_counted(
 ):
   found = {row["program"]: row for row in rows_of(compiled, "program")}
   drafted = tiny_online.config(lively_pair, tmp_path).decoding.num_draft_tokens
-  expected = ["prefill", f"round, K = {drafted}", "read", "plain step", "draft step"]
+  expected = ["prefill", "insertion", f"round, K = {drafted}", "read", "plain step", "draft step"]
   expected += [f"verification of {drafted + 1} tokens", "swap"]
   assert set(expected + ["append", "draw", "slice"]) == set(found)
   assert all(row["compile_s"] > 0 and row["kernels"] > 0 for row in found.values())
@@ -146,7 +146,8 @@ def test_adaptive_k_adds_its_programs(lively_pair, tmp_path):
   run = dataclasses.replace(config.run, decoding=decoding)
   found = plan.Plan(run, chips.Topology("cpu:1"))
   listed = programs.programs(found)
-  own = {"prefill of the target alone", "prefill of the draft alone", "catch up"}
+  own = {f"{call} alone" for call in ("prefill of the target", "prefill of the draft")}
+  own |= {"insertion of the target alone", "catch up"}
   assert own <= set(listed)
   assert {"round, K = 0", "round, K = 2"} <= set(listed)
   assert all(programs.compiled(found, listed[name]).kernels for name in own)

@@ -150,6 +150,7 @@ class _Rows:
     # Short steps are timed in longer calls, so that the clock and the call itself
     # matter less. A model with steps of 100 ms gets single rounds.
     self.max_rounds = 1
+    self._base: tuple[float, int] = (0.0, spec.rows)  # see `calls`
     self._idle: list[float] = []  # milliseconds of calls without rounds
     for num_draft_tokens in candidates:
       self.rounds(num_draft_tokens, 0.0)  # compiles what rewinding needs
@@ -160,9 +161,10 @@ class _Rows:
     """Returns the calls to time by name; a call returns its milliseconds."""
     spec, served = self._spec, self._served
     timed: dict[Any, Callable[[], float]] = {"idle": self.idle, "insert": self.insert}
+    self._base = temperatures[0], spec.rows
     for temperature, in_use in itertools.product(temperatures, self._in_use):
       rounds = functools.partial(self.rounds, temperature=temperature, in_use=in_use)
-      for k in self._timed_with(in_use):
+      for k in self._timed_with(temperature, in_use):
         timed[k, temperature, in_use] = functools.partial(rounds, k)
         if self._cache is not None and k:
           timed["cache", k, temperature, in_use] = functools.partial(
@@ -176,9 +178,12 @@ class _Rows:
       timed["prefill"] = functools.partial(self._timed, prefill)
     return timed
 
-  def _timed_with(self, in_use: int) -> tuple[int, ...]:
-    """The Ks that are timed. With one row the time grows evenly, so two are enough."""
-    if in_use == self._spec.rows:
+  def _timed_with(self, temperature: float, in_use: int) -> tuple[int, ...]:
+    """The Ks that are timed: all for the first temperature and all rows, else two.
+
+    What sampling costs, and what fewer rows save, grows evenly with K.
+    """
+    if (temperature, in_use) == self._base:
       return self._candidates
     return tuple(sorted({self._candidates[0], self._candidates[-1]}))
 
@@ -188,14 +193,19 @@ class _Rows:
     # division by it infinite.
     plain, spec = self._candidates[0], self._spec
 
+    def timed(kind: Sequence[str], *of: float) -> tuple[tuple[int, ...], np.ndarray]:
+      """The Ks that were timed at this temperature with these rows, and their times."""
+      numbers = self._timed_with(*of)
+      later = [found[*kind, k, *of] for k in numbers[1:]]
+      return numbers, np.asarray([found[plain, *of], *later])
+
     def rounds(in_use: int, *kind: str) -> tuple[float, ...]:
-      """Of every K, by interpolation where it was not timed."""
-      timed = self._timed_with(in_use)
-      names = [(*kind, k, temperature, in_use) for k in timed[1:]]
-      ms = [found[plain, temperature, in_use], *(found[name] for name in names)]
+      _, base_ms = timed(kind, *self._base)
+      numbers, own_ms = timed(kind, temperature, in_use)
+      more = own_ms - np.interp(numbers, self._candidates, base_ms)
+      ms = base_ms + np.interp(self._candidates, numbers, more)
       # More draft tokens cost no less: noise that says otherwise is evened out.
-      ms = np.maximum.accumulate(np.maximum(ms, 1e-3))
-      return tuple(np.interp(self._candidates, timed, ms).tolist())
+      return tuple(np.maximum.accumulate(np.maximum(ms, 1e-3)).tolist())
 
     def of_cache(in_use: int) -> tuple[float, ...]:
       return () if self._cache is None else rounds(in_use, "cache")
@@ -238,14 +248,11 @@ class _Rows:
     return (spent - float(np.median(self._idle or 0.0))) / max(ran, 1)
 
   def insert(self) -> float:
-    """Times the prefill of a row."""
-
-    def inserted(state):
-      for batch in self._batches:
-        state = steps.insert(self._spec, self._served, state, batch)
-      return state
-
-    return self._timed(inserted) / self._spec.rows
+    """Times the prefill of a row; a call prefills one in every part."""
+    insert = lambda state: steps.insert(
+      self._spec, self._served, state, self._batches[0]
+    )
+    return self._timed(insert) / self._spec.parts
 
   def feed(self, lag: int) -> float:
     """Times a call that feeds the draft up to `lag` tokens."""

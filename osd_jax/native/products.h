@@ -19,17 +19,17 @@
 namespace osd {
 
 // The sums of a tile stay in registers: at most kColumns columns, and as many rows as
-// leave registers for the weights and for one column.
+// leave registers for the weights and for one column. More columns take several tiles.
 #if defined(__AVX512F__)
-constexpr int kColumns = 8;
-constexpr int TileRows(int64_t) { return 4; }
+constexpr int kColumns = 8, kColumnsOfSeveral = 6;
+constexpr int TileRows(int64_t columns) { return columns <= 6 ? 4 : 3; }
 constexpr int kInt8Rows = 4;
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int kColumns = 6;
+constexpr int kColumns = 6, kColumnsOfSeveral = 6;
 constexpr int TileRows(int64_t columns) { return columns <= 4 ? 3 : 2; }
 constexpr int kInt8Rows = 2;
 #else
-constexpr int kColumns = 4;
+constexpr int kColumns = 4, kColumnsOfSeveral = 4;
 constexpr int TileRows(int64_t) { return 2; }
 constexpr int kInt8Rows = 2;
 #endif
@@ -50,15 +50,19 @@ void WithConstant(int64_t count, const Body& body) {
 // few columns keeps the processor waiting for its sums.
 template <int kMost>
 int64_t LargestTile(int64_t columns) {
-  const int64_t tiles = (columns + kMost - 1) / kMost;
+  const int64_t most = columns <= kMost ? kMost : std::min(kMost, kColumnsOfSeveral);
+  const int64_t tiles = (columns + most - 1) / most;
   return (columns + tiles - 1) / tiles;
 }
 
 // Calls `body(first, count)` for tiles of at most kMost columns.
 template <int kMost, typename Body>
 void ForColumns(int64_t columns, const Body& body) {
+  const int64_t largest = LargestTile<kMost>(columns);
   for (int64_t first = 0, count; first < columns; first += count) {
-    count = LargestTile<kMost>(columns - first);
+    // Of what is left, as many tiles as before with one less.
+    const int64_t left = columns - first, tiles = (left + largest - 1) / largest;
+    count = (left + tiles - 1) / tiles;
     WithConstant<kMost>(count, [&](auto constant) { body(first, constant); });
   }
 }
@@ -66,10 +70,11 @@ void ForColumns(int64_t columns, const Body& body) {
 // Number of columns of `bytes` each that a pass over the kernel multiplies. All passes
 // have nearly equal size, of whole tiles.
 inline int64_t Pass(int64_t columns, int64_t bytes) {
-  const int64_t most = std::max<int64_t>(kResident / bytes / kColumns, 1) * kColumns;
+  const int64_t most =
+      std::max<int64_t>(kResident / bytes / kColumnsOfSeveral, 1) * kColumnsOfSeveral;
   const int64_t passes = (columns + most - 1) / most;
   const int64_t size = (columns + passes - 1) / passes;
-  return (size + kColumns - 1) / kColumns * kColumns;
+  return (size + kColumnsOfSeveral - 1) / kColumnsOfSeveral * kColumnsOfSeveral;
 }
 
 // Calls `body(row, count)` for tiles of kMost rows, then for the remaining single rows.
@@ -149,8 +154,9 @@ void FloatTile(const Weight* kernel, const float* packed, int64_t in, const char
   if (whole < in) {
     add([&](const Weight* from) { return LoadSome(from, in - whole); }, whole);
   }
-  for (int r = 0; r < kTileRows; ++r) {
-    for (int c = 0; c < kTileColumns; ++c) y[which[c] * out + r] = Sum(sums[r][c]);
+  for (int c = 0; c < kTileColumns; ++c) {
+    float* to = y + which[c] * out;
+    for (int r = 0; r < kTileRows; ++r) to[r] = Sum(sums[r][c]);
   }
 }
 
@@ -203,8 +209,9 @@ ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
       });
     };
     for (int64_t first = 0; first < columns; first += pass) {
-      if (LargestTile<kColumns>(columns) <= 4) {
-        by_rows(first, std::integral_constant<int, TileRows(4)>());
+      const int64_t tile = LargestTile<kColumns>(std::min(pass, columns - first));
+      if (TileRows(tile) == TileRows(1)) {
+        by_rows(first, std::integral_constant<int, TileRows(1)>());
       } else {
         by_rows(first, std::integral_constant<int, TileRows(kColumns)>());
       }
@@ -354,6 +361,7 @@ inline ffi::Error Int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   const std::vector<int64_t> present =
       Present(x.typed_data(), x.dimensions()[0], in, outputs, out);
   const int64_t columns = present.size();
+  if (columns == 0) return ffi::Error::Success();
   std::vector<Input> inputs(columns * in);
   std::vector<float> input_scales(columns);
   for (int64_t c = 0; c < columns; ++c) {

@@ -530,7 +530,7 @@ class Engine:
         counts[number] = 0
 
   def _batches(
-    self, slots: Mapping[int, Slot], bucket: int | None = None
+    self, slots: Mapping[int, Slot], bucket: int = 0
   ) -> Iterator[PromptBatch]:
     prompts = {number: slot.prompt for number, slot in slots.items()}
     bucket = bucket or self._bucket

@@ -193,15 +193,15 @@ class _Rows:
     # division by it infinite.
     plain, spec = self._candidates[0], self._spec
 
-    def timed(kind: Sequence[str], *of: float) -> tuple[tuple[int, ...], np.ndarray]:
-      """The Ks that were timed at this temperature with these rows, and their times."""
-      numbers = self._timed_with(*of)
-      later = [found[*kind, k, *of] for k in numbers[1:]]
-      return numbers, np.asarray([found[plain, *of], *later])
+    def timed(kind: Sequence[str], degrees: float, in_use: int) -> np.ndarray:
+      """The times of the Ks that were timed at a temperature with some rows."""
+      later = self._timed_with(degrees, in_use)[1:]
+      ms = [found[*kind, k, degrees, in_use] for k in later]
+      return np.asarray([found[plain, degrees, in_use], *ms])
 
     def rounds(in_use: int, *kind: str) -> tuple[float, ...]:
-      _, base_ms = timed(kind, *self._base)
-      numbers, own_ms = timed(kind, temperature, in_use)
+      numbers = self._timed_with(temperature, in_use)
+      base_ms, own_ms = timed(kind, *self._base), timed(kind, temperature, in_use)
       more = own_ms - np.interp(numbers, self._candidates, base_ms)
       ms = base_ms + np.interp(self._candidates, numbers, more)
       # More draft tokens cost no less: noise that says otherwise is evened out.

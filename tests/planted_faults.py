@@ -508,7 +508,7 @@ FAULTS = [
   Fault(
     "a short prompt is padded like a long one in flight",
     "(batch,) = self._batches(taken, bucket)",
-    "(batch,) = self._batches(taken)",
+    "(batch,) = self._batches(taken, self._bucket)",
     "tests/engine/test_engine.py -k padded",
   ),
   Fault(
@@ -524,6 +524,13 @@ FAULTS = [
     "tests/decoding/test_rounds.py -k no_token",
   ),
   Fault(
+    "a token whose embedding is zero counts as padding",
+    "x, cache = self.decoder.step(x, cache, is_token)\n    if cache.token_states",
+    "x, cache = self.decoder.step(x, cache, jnp.any(x != 0, axis=-1))\n"
+    "    if cache.token_states",
+    "tests/models/test_models.py -k embedding_is_zero",
+  ),
+  Fault(
     "padding of prompts is computed like tokens",
     "x = jnp.where(mask[..., None], self.token_embedder(source), 0)",
     "x = self.token_embedder(source)",
@@ -531,7 +538,7 @@ FAULTS = [
   ),
   Fault(
     "inputs without a token get attention",
-    "return jnp.where(present[:, :, None, :, None], context, 0)",
+    "return jnp.where(sees[:, :, None, :, None], context, 0)",
     "return context",
     "tests/models/test_models.py -k stays_zero",
   ),
@@ -634,8 +641,8 @@ FAULTS = [
   ),
   Fault(
     "the window of a step is measured from the beginning of the answer",
-    "biases(config, in_prompt_mask, at, in_prompt)",
-    "biases(config, in_prompt_mask, slot, in_prompt)",
+    "prompt_bias = biases(config, seen, at, in_prompt)",
+    "prompt_bias = biases(config, seen, slot, in_prompt)",
     LLAMA,
   ),
   Fault(

@@ -529,11 +529,8 @@ class Engine:
       for counts in self._progress:
         counts[number] = 0
 
-  def _batches(
-    self, slots: Mapping[int, Slot], bucket: int = 0
-  ) -> Iterator[PromptBatch]:
+  def _batches(self, slots: Mapping[int, Slot], bucket: int) -> Iterator[PromptBatch]:
     prompts = {number: slot.prompt for number, slot in slots.items()}
-    bucket = bucket or self._bucket
     return steps.prefill_batches(prompts, bucket, self.config.rows, self.spec.parts)
 
   # --- One call -----------------------------------------------------------------------
@@ -561,7 +558,7 @@ class Engine:
     if self._controller.is_fixed:
       return 0, 0  # it drafts in every call, or in none
     lacking = {number: slot for number, slot in rows if slot.lacks_draft}
-    prefills = len(list(self._batches(lacking)))
+    prefills = len(list(self._batches(lacking, self._bucket)))
     fed = self._progress.fed.copy()
     fed[list(lacking)] = 0
     # A draft that is up to date has been fed length - 1 inputs; see `fed_to_draft`.
@@ -571,7 +568,7 @@ class Engine:
   def _prepare_draft(self, rows: list[tuple[int, Slot]]) -> None:
     """Does the prefills that the draft has missed, and lets it catch up."""
     lacking = {number: slot for number, slot in rows if slot.lacks_draft}
-    for batch in self._batches(lacking):
+    for batch in self._batches(lacking, self._bucket):
       self._state = steps.prefill_draft(self.spec, self.served, self._state, batch)
     for slot in lacking.values():
       slot.lacks_draft = False

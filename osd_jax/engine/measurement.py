@@ -143,7 +143,7 @@ class _Rows:
     resting = spec.resting if 0 in candidates else spec
     self._cache = resting if resting.drafter not in (None, spec.drafter) else None
     self.state = warm_up(spec, candidates, served, bucket, settings)
-    self._batches = list(_made_up(spec, bucket, settings))
+    self._batch = next(_made_up(spec, bucket, settings))
     # On one CPU, rows without a request take hardly any time.
     is_one_cpu = native.forms() and spec.partitioner is None
     self._in_use = (1, spec.rows) if is_one_cpu and spec.rows > 1 else (spec.rows,)
@@ -174,7 +174,7 @@ class _Rows:
       lag = min(drafters.CHUNK + 1, spec.target_length)
       timed["nothing"] = functools.partial(self.feed, 0)
       timed["chunk"] = functools.partial(self.feed, lag)
-      prefill = lambda state: steps.prefill_draft(spec, served, state, self._batches[0])
+      prefill = lambda state: steps.prefill_draft(spec, served, state, self._batch)
       timed["prefill"] = functools.partial(self._timed, prefill)
     return timed
 
@@ -249,10 +249,9 @@ class _Rows:
 
   def insert(self) -> float:
     """Times the prefill of a row; a call prefills one in every part."""
-    insert = lambda state: steps.insert(
-      self._spec, self._served, state, self._batches[0]
-    )
-    return self._timed(insert) / self._spec.parts
+    spec, served = self._spec, self._served
+    insert = lambda state: steps.insert(spec, served, state, self._batch)
+    return self._timed(insert) / spec.parts
 
   def feed(self, lag: int) -> float:
     """Times a call that feeds the draft up to `lag` tokens."""

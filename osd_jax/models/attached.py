@@ -77,8 +77,9 @@ class Attached(nn.Module):
   def decode(self, frozen, tokens, cache: cache_lib.KVCache, states=None):
     """See `base.Model.decode` and `base.Model.reads_tokens`."""
     states = cache.token_states if states is None else states
-    x = layers.only_tokens(self._embed(frozen, tokens, states), tokens)
-    x, cache = self.decoder.step(x, cache)
+    is_token = tokens != base.NO_TOKEN
+    x = jnp.where(is_token[..., None], self._embed(frozen, tokens, states), 0)
+    x, cache = self.decoder.step(x, cache, is_token)
     x = self.outward(x)
     if self.config.reads == "tokens":
       cache = cache.replace(token_states=x)

@@ -323,21 +323,6 @@ def mask_bias(mask: jax.Array) -> jax.Array:
   return jnp.where(mask, 0.0, MASKED).astype(jnp.float32)
 
 
-def present(x: jax.Array) -> jax.Array:
-  """Which inputs [B, n] of embedded tokens x [B, n, E] stand for a token.
-
-  The others are all zero: padding, rows without a request, and the rest of a proposal
-  that is shorter than others. If attention masks their queries, every layer maps them
-  to zeros, and the native products skip them.
-  """
-  return jnp.any(x != 0, axis=-1)
-
-
-def only_tokens(x: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Zeroes inputs x [B, n, E] where `tokens` [B, n] are `base.NO_TOKEN`."""
-  return jnp.where((tokens == base.NO_TOKEN)[..., None], 0, x)
-
-
 class Embedding(nn.Module):
   """Token embedding, and the output head of tied models."""
 

@@ -171,11 +171,10 @@ def _attended(query: jax.Array, memories: tuple[Memory, ...], cap: float) -> jax
     part = weights[..., start : start + bias.shape[-1]]
     start += bias.shape[-1]
     context += jnp.einsum("bhgnt,bhtd->bhgnd", part, values, precision=precision)
-  # A query that may attend to nothing is padding, whose input is zero, and stays so.
-  # The native products skip such columns.
-  present = [jnp.any(bias > layers.MASKED / 2, axis=-1) for _, _, bias in memories]
-  present = functools.reduce(jnp.logical_or, present)
-  return jnp.where(present[:, :, None, :, None], context, 0)
+  # A query that may attend to nothing stands for no token; see `Decoder.step`.
+  sees = [jnp.any(bias > layers.MASKED / 2, axis=-1) for _, _, bias in memories]
+  sees = functools.reduce(jnp.logical_or, sees)
+  return jnp.where(sees[:, :, None, :, None], context, 0)
 
 
 def _attends(query: jax.Array, memories: tuple[Memory, ...]) -> bool:
@@ -371,8 +370,11 @@ class Decoder(nn.Module):
     kept, states = jax.lax.scan(prefill_chunk, kept, starts)
     return kept, states.swapaxes(0, 1).reshape(rows, length, config.width)
 
-  def step(self, x: jax.Array, cache: cache_lib.KVCache):
+  def step(self, x: jax.Array, cache: cache_lib.KVCache, is_token: jax.Array):
     """Applies all layers to n new tokens x [B, n, E] of the rows of a cache.
+
+    Inputs that are no token (`is_token` [B, n] bool) must be zeros. They attend to
+    nothing, so they stay zeros in every layer, and the native products skip them.
 
     Returns x after the final norm, and the cache with `length` advanced by n.
     """
@@ -384,12 +386,11 @@ class Decoder(nn.Module):
     at = before[:, None] + slot
     config, by = self.config, rotations(self.config, at)
     in_prompt = prompt_positions(cache.cross_mask)
-    present = layers.present(x)[..., None]
-    in_prompt_mask = cache.cross_mask[:, None] & present
-    prompt_bias = biases(config, in_prompt_mask, at, in_prompt)
+    seen = cache.cross_mask[:, None] & is_token[..., None]
+    prompt_bias = biases(config, seen, at, in_prompt)
     written_slots = jnp.arange(slots)[None]
-    causal = written_slots[:, None] <= slot[:, :, None]
-    bias = biases(config, causal & present, slot, written_slots)
+    seen = (written_slots[:, None] <= slot[:, :, None]) & is_token[..., None]
+    bias = biases(config, seen, slot, written_slots)
     written = []
     for index, layer in enumerate(self.layers):
       window = config.window_of(index)

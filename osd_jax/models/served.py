@@ -96,8 +96,9 @@ class LanguageModel(nn.Module):
   def decode(self, tokens: jax.Array, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
     start = cache.length
-    x = layers.only_tokens(self.token_embedder(tokens), tokens)
-    x, cache = self.decoder.step(x, cache)
+    is_token = tokens != base.NO_TOKEN
+    x = jnp.where(is_token[..., None], self.token_embedder(tokens), 0)
+    x, cache = self.decoder.step(x, cache, is_token)
     if cache.token_states is not None:
       # As the keys of a single head.
       written = cache_lib.write(cache.token_states[:, None], x[:, None], start)

@@ -289,19 +289,15 @@ class Decoder(nn.Module):
       entries.append(own)
     return self.decoder_norm(x), entries
 
-  def step(self, x: jax.Array, cache: cache_lib.KVCache):
-    """Applies all layers to n new tokens x [B, n, E] of the rows of a cache.
-
-    Returns x after the final norm, and the cache with `length` advanced by n.
-    """
+  def step(self, x: jax.Array, cache: cache_lib.KVCache, is_token: jax.Array):
+    """Applies all layers to n new tokens x [B, n, E]; see `llama.Decoder.step`."""
     count = x.shape[1]
     query = cache.length[:, None] + jnp.arange(count)[None]
     # The whole buffer is read at any length, so all steps are one program.
     self_bias = self._self_bias(query, cache.self_keys[0].shape[2])
-    present = layers.present(x)[..., None]
-    self_bias = self_bias + layers.mask_bias(present)[:, None]
-    cross_mask = cache.cross_mask[:, None] & present
-    cross_bias = layers.mask_bias(cross_mask)[:, None]
+    self_bias = self_bias + layers.mask_bias(is_token)[:, None, :, None]
+    seen = cache.cross_mask[:, None] & is_token[..., None]
+    cross_bias = layers.mask_bias(seen)[:, None]
     written = []
     for index, layer in enumerate(self.layers):
       cross = cache.cross_keys[index], cache.cross_values[index]

@@ -99,12 +99,13 @@ class Decoder(nn.Module):
   def at(self, x, cross, cross_mask, positions=None):
     """Teacher forcing: [B, P, E] after the final norm; see `t5.Decoder.at`."""
     places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    x, _ = self._applied(x, places, places, cross, cross_mask)
+    everywhere = jnp.ones(places.shape, bool)
+    x, _ = self._applied(x, everywhere, places, places, cross, cross_mask)
     if positions is not None:
       x = jnp.take_along_axis(x, positions[..., None], axis=1)
     return self.decoder_norm(x)
 
-  def step(self, x: jax.Array, cache: cache_lib.KVCache):
+  def step(self, x: jax.Array, cache: cache_lib.KVCache, is_token: jax.Array):
     """See `llama.Decoder.step`."""
     count, slots = x.shape[1], cache.self_keys[0].shape[2]
     places = cache.length[:, None] + jnp.arange(count)[None]
@@ -114,17 +115,18 @@ class Decoder(nn.Module):
       for keys, values in zip(cache.self_keys, cache.self_values, strict=True)
     ]
     keys = jnp.arange(slots)[None]
-    x, written = self._applied(x, places, keys, cross, cache.cross_mask, past)
+    arguments = (is_token, places, keys, cross, cache.cross_mask, past)
+    x, written = self._applied(x, *arguments)
     return self.decoder_norm(x), cache.advanced(written, count)
 
-  def _applied(self, x, queries, keys, cross, cross_mask, past=None):
+  def _applied(self, x, is_token, queries, keys, cross, cross_mask, past=None):
     """Applies all layers at positions `queries` [B, n] with keys at [B or 1, T]."""
     config = self.config
     by = llama.rotations(config, queries)
-    present = layers.present(x)[..., None]
-    seen = (keys[:, None] <= queries[..., None]) & present
+    is_token = is_token[..., None]
+    seen = (keys[:, None] <= queries[..., None]) & is_token
     bias = llama.biases(config, seen, queries, keys)
-    cross_bias = layers.mask_bias(cross_mask[:, None] & present)[:, None]
+    cross_bias = layers.mask_bias(cross_mask[:, None] & is_token)[:, None]
     past, written = past or [None] * config.num_layers, []
     for index, (layer, entries) in enumerate(zip(self.layers, cross, strict=True)):
       window, source = config.window_of(index), llama.Memory(*entries, cross_bias)

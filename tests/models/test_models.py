@@ -1,5 +1,6 @@
 """Every family and draft form: cached decoding equals teacher forcing."""
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,8 @@ from osd_jax import native
 from osd_jax.base import NO_TOKEN
 from osd_jax.models import families, llama
 from osd_jax.models.shapes import DraftServing
+
+EMBEDDING = ("token_embedder", "embedding")
 
 
 @pytest.fixture(scope="module", params=cases.CASES)
@@ -108,6 +111,19 @@ def test_inputs_without_a_token_stay_zero_in_every_layer(runner, name):
   # The logits of zeros are zero, unless a projection adds a bias to each output.
   assert np.any(logits[~is_token]) == (name == "qwen3")
   assert np.all(np.any(whole[~is_token] != 0, axis=-1))
+
+
+@pytest.mark.parametrize("case", [*cases.ALONE, "attached to t5"])
+def test_token_whose_embedding_is_zero_is_a_token(case):
+  """Published models have such rows, for example of tokens that were never trained."""
+  runner = Runner(case)
+  table = ("target", "embedding") if runner.is_attached else EMBEDDING
+  leaves = flax.traverse_util.flatten_dict(runner.params)
+  leaves[table] = leaves[table].at[runner.fed[:, 2]].set(0.0)
+  runner.params = flax.traverse_util.unflatten_dict(leaves)
+  found, _ = runner.feed(TARGET)
+  np.testing.assert_allclose(found, runner.score(), **runner.close)
+  assert np.all(np.any(found[:, 2] != 0, axis=-1))
 
 
 def test_padding_of_a_prompt_stays_zero_in_every_layer(runner, name):

@@ -237,7 +237,7 @@ def prefill(
   spec: DecodeSpec, served: Served, prompts: PromptBatch
 ) -> state_lib.DecodeState:
   """The first half of `insert`: rows [P, ...] that hold the prompts."""
-  return _prefilled(spec, served, prompts)
+  return spec.place(_prefilled(spec, served, prompts))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -240,8 +240,13 @@ def _put(plan: Plan) -> Any:
 
 
 def _rows(spec: DecodeSpec, plan: Plan, prompts: PromptBatch) -> Any:
-  """Shapes of prefilled rows."""
-  return jax.eval_shape(functools.partial(steps.prefill, spec), plan.served, prompts)
+  """Shapes and shardings of prefilled rows."""
+  found = jax.eval_shape(functools.partial(steps.prefill, spec), plan.served, prompts)
+  return jax.tree.map(
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+    found,
+    spec.shardings(found),
+  )
 
 
 def _advance(plan: Plan, drafted: int) -> Any:

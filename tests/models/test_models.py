@@ -115,7 +115,7 @@ def test_inputs_without_a_token_stay_zero_in_every_layer(runner, name):
 
 @pytest.mark.parametrize("case", [*cases.ALONE, "attached to t5"])
 def test_token_whose_embedding_is_zero_is_a_token(case):
-  """Published models have such rows, for example of tokens that were never trained."""
+  """A model may have such rows, for example of tokens that were never trained."""
   runner = Runner(case)
   table = ("target", "embedding") if runner.is_attached else EMBEDDING
   leaves = flax.traverse_util.flatten_dict(runner.params)

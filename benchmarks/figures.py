@@ -405,7 +405,8 @@ ON_A_REAL_MODEL = {
 
 def real_model(rows: Sequence[Row]) -> Any:
   """Draws the time per token of each system, next to plain decoding in its run."""
-  found = {row["system"]: row for row in rows if row["stream"] == "qwen"}
+  greedy = (row for row in rows if row["stream"] == "qwen" and not row["temperature"])
+  found = {row["system"]: row for row in greedy}
   shown = [name for name in ON_A_REAL_MODEL if name in found]
   made, (axes,) = wide_figure("Qwen2.5-Coder-0.5B, one row, two cores")
   bars = axes.barh(
@@ -480,6 +481,7 @@ def changing_topics(rows: Sequence[Row]) -> Any:
 STABILITY = {
   "demo": ("the demo's pair", BLUE),
   "eight topics": ("target of eight topics", ORANGE),
+  "demo_independent": ("the demo's independent pair", GREEN),
 }
 
 

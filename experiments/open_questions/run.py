@@ -22,7 +22,8 @@ The pair is the demo's with its attached draft; with the independent one, as in 
 paper (`--independent`; only this one can write texts, for `gkd`); the attached one with
 a target that was tuned on four more topics (`--eight`); or
 Qwen2.5-Coder-0.5B-Instruct with its shipped draft, which has no offline ceiling (and so
-no `static`).
+no `static`), on questions like those that it was distilled on, or on others
+(`--new_sets`).
 
   python experiments/open_questions/run.py QUESTION... [--seeds 3] [--per_topic 200]
   python experiments/open_questions/run.py gkd --independent
@@ -31,6 +32,8 @@ no `static`).
       [--folder runs/open_questions_eight]
   python experiments/open_questions/run.py well_trained --qwen FOLDER
       [--data ../shared/data] [--folder runs/open_questions_qwen]
+  python experiments/open_questions/run.py how_often forgetting --qwen FOLDER --new_sets
+      [--folder runs/open_questions_qwen_new]
   python experiments/open_questions/run.py --table    # prints the cells
 """
 
@@ -78,6 +81,7 @@ from targets import targets
 from osd_jax import base, corpus, metrics, offline, online, pairs, replay, sharding
 from osd_jax.costs.table import Costs
 from osd_jax.data.batches import BatchConfig, read_corpus
+from osd_jax.data.examples import TaskConfig
 from osd_jax.distillation.gate import GateConfig
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.schedule import Request, ScheduleConfig
@@ -513,8 +517,36 @@ def qwen(given: argparse.Namespace) -> Setting:
   )
   # The draft was distilled on prompts of the train split, so none of these was seen.
   asked = dataclasses.replace(texts.evaluation, limit_rows=given.per_topic)
-  held = dataclasses.replace(asked, limit_rows=1)  # no question of this pair needs more
-  return made(given, "qwen", config, asked, held, config.decoding.source_lengths)
+  held = dataclasses.replace(asked, limit_rows=1)  # no question of these needs more
+  name = "qwen"
+  if given.new_sets:
+    name = "qwen, new sets"
+    asked = dataclasses.replace(asked, tasks=new_sets(given.data, "eval"))
+    held = dataclasses.replace(asked, tasks=new_sets(given.data, "train"), limit_rows=8)
+  return made(given, name, config, asked, held, config.decoding.source_lengths)
+
+
+# Sets that the shipped draft was not distilled on: files, and what is asked.
+NEW_SETS = {
+  "commands": ("lang_tldr", "Write the examples of this tldr page.\n{prompt}"),
+  "programs": ("mbpp", "{prompt}"),
+  "money": ("finance_fiqa", "{prompt}"),
+  "maths in German": ("gsm8k", "Antworte auf Deutsch. {prompt}"),
+}
+
+
+def new_sets(data: pathlib.Path, split: str) -> tuple[TaskConfig, ...]:
+  """Returns the tasks of `NEW_SETS`."""
+  return tuple(
+    TaskConfig(
+      name=files,
+      source=name,
+      prompt=prompt,
+      data_dir=str(data),
+      pattern=f"{files}.{split}.jsonl",
+    )
+    for name, (files, prompt) in NEW_SETS.items()
+  )
 
 
 QWEN_DRAFT = "shipped:qwen2_5_coder_0_5b_draft.safetensors"
@@ -603,6 +635,7 @@ def main() -> None:
   parser.add_argument("--independent", action="store_true", help="draft of the demo")
   parser.add_argument("--eight", action="store_true", help="a target of eight topics")
   parser.add_argument("--qwen", type=pathlib.Path, help="folder of transformers")
+  parser.add_argument("--new_sets", action="store_true", help="for --qwen")
   parser.add_argument(
     "--data", type=pathlib.Path, default=pathlib.Path("../shared/data")
   )

@@ -229,7 +229,7 @@ class Bench:
   def speeds(self) -> Iterator[dict[str, Any]]:
     """Yields the measured times of every draft, for one row in flight and several."""
     for count in dict.fromkeys((1, self.config.decoding.rows)):
-      config = dataclasses.replace(self.config.decoding, rows=count)
+      config = self.config.decoding.with_rows(count)
       unrecorded = dataclasses.replace(config, record_top_k=0)
       # Plain decoding has no use for records, so it does not pay for them.
       servers = [self._plain(unrecorded)]
@@ -487,7 +487,7 @@ def _combinations(
       # Shifting by K pairs every number of rows with different drafts.
       name = config.drafts[(turn + group) % len(config.drafts)]
       yield (
-        dataclasses.replace(decoding, num_draft_tokens=drafted, rows=rows),
+        dataclasses.replace(decoding.with_rows(rows), num_draft_tokens=drafted),
         name,
         parts[group],
       )

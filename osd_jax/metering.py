@@ -192,7 +192,7 @@ class Rivals:
     partition: sharding.PartitionConfig,
   ):
     """Makes both servers from the run's decoding config, with one row, and compiles."""
-    single = dataclasses.replace(decoding, rows=1)
+    single = decoding.with_rows(1)
     # Plain decoding has no use for records, so it does not pay for them.
     unrecorded = dataclasses.replace(
       single, record_top_k=0, max_rounds=decoding.target_length

@@ -549,6 +549,12 @@ FAULTS = [
     "tests/engine/test_controller.py -k pays_for_one",
   ),
   Fault(
+    "one device prefills prompts one by one",
+    "self.partitioner.parts(self.rows) if self.is_split else self.prefill_rows",
+    "self.partitioner.parts(self.rows) if self.is_split else 1",
+    "tests/engine/test_prompts.py -k prompts_of_one_prefill",
+  ),
+  Fault(
     "a late prefill reads another row",
     "spec.by_part(cache.take_row, stored, slots)",
     "spec.by_part(cache.take_row, stored, slots * 0)",

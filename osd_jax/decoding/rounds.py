@@ -46,6 +46,7 @@ class DecodeSpec:
     widths: numbers of drafted tokens that a verification may have, ascending to K. Each
       round drafts as many tokens as are worth their price, and takes the smallest width
       that holds them. () drafts K tokens in every round.
+    prefill_rows: prompts of a prefill, if no mesh splits the rows; a divisor of `rows`.
   """
 
   target: base.Model
@@ -56,6 +57,7 @@ class DecodeSpec:
   rule: str | accept_lib.Rule = "rejection"
   partitioner: Any = None
   widths: tuple[int, ...] = ()
+  prefill_rows: int = 1
 
   @classmethod
   def of(
@@ -110,15 +112,24 @@ class DecodeSpec:
     return dataclasses.replace(self, drafter=drafter)
 
   @property
+  def is_split(self) -> bool:
+    """Whether a mesh splits the rows."""
+    return self.partitioner is not None and self.partitioner.parts(self.rows) > 1
+
+  @property
   def parts(self) -> int:
-    """Number of parts that a mesh splits the rows into; each prefills its own."""
-    return 1 if self.partitioner is None else self.partitioner.parts(self.rows)
+    """Number of parts of the rows, each of which prefills a prompt of its own."""
+    return self.partitioner.parts(self.rows) if self.is_split else self.prefill_rows
 
   def by_part(self, function: Callable[..., Any], *trees: Any) -> Any:
     """Applies a function of [rows, ...] leaves to each part, inside jit."""
     if self.parts == 1:
       return function(*trees)
-    return self.partitioner.by_part(function, *trees)
+    if self.is_split:
+      return self.partitioner.by_part(function, *trees)
+    parted = lambda leaf: leaf.reshape(self.parts, -1, *leaf.shape[1:])
+    found = jax.vmap(function)(*jax.tree.map(parted, trees))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
 
   def place(self, state: state_lib.DecodeState) -> state_lib.DecodeState:
     """Constrains the rows to their shardings, inside jit."""

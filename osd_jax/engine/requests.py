@@ -5,6 +5,7 @@ A request changes form four times: a text or `Prompt`, a `Request`, a row of
 """
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
@@ -81,6 +82,9 @@ class DecodingConfig(base.Config):
     max_rounds: rounds after which a call returns to the host even if no row has
       finished; bounds how long a swap or a new request waits.
     adaptive: chooses K between two calls, including plain decoding; None keeps K.
+    prefill_rows: prompts that one call prefills, a divisor of `rows`. On accelerators
+      many take hardly longer than one; up to an eighth of the rows then wait until a
+      call is worth while. Unused where a mesh splits the rows: each part prefills one.
     cache_tokens: tokens of served answers, a power of two, in an n-gram cache that is
       mixed with the draft; 0 for no cache. With `PairConfig.draft = "cache"` it is the
       size of that cache, and 0 means 65,536.
@@ -96,6 +100,7 @@ class DecodingConfig(base.Config):
   record_top_k: base.CountOrZero = 64
   max_rounds: base.Count = 256
   adaptive: AdaptiveConfig | None = None
+  prefill_rows: base.Count = 1
   cache_tokens: base.CountOrZero = 0
 
   def checks(self):
@@ -105,6 +110,10 @@ class DecodingConfig(base.Config):
         self.cache_tokens & (self.cache_tokens - 1) == 0
         and (not self.cache_tokens or 2**8 <= self.cache_tokens <= 2**26),
         "0 or a power of two in 2**8..2**26",
+      ),
+      "prefill_rows": (
+        self.rows % self.prefill_rows == 0,
+        f"a divisor of rows ({self.rows})",
       ),
       "source_lengths": (list(lengths) == sorted(set(lengths)), "ascending integers"),
       "adaptive": (
@@ -117,6 +126,11 @@ class DecodingConfig(base.Config):
         f" or one table for each of the {len(lengths)} source_lengths",
       ),
     }
+
+  def with_rows(self, rows: int) -> "DecodingConfig":
+    """Returns the config of another number of rows in flight."""
+    fitting = math.gcd(rows, self.prefill_rows)
+    return dataclasses.replace(self, rows=rows, prefill_rows=fitting)
 
   def bucket(self, count: int) -> int:
     """Returns the smallest of `source_lengths` that holds `count` prompt tokens."""
@@ -140,6 +154,7 @@ class DecodingConfig(base.Config):
       cache_tokens=self.cache_tokens,
       widths=self.widths,
       rows=self.rows,
+      prefill_rows=self.prefill_rows,
       target_length=self.target_length,
       record_top_k=self.record_top_k,
       rule=self.acceptance_rule,

@@ -30,8 +30,8 @@ from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.decoding.rounds import DecodeSpec
 
-# A mesh defers prefilling until one in this many of its rows is free, as long as every
-# free row has a prompt.
+# Where a call prefills several prompts, it waits until one in this many rows is free, as
+# long as every free row has a prompt.
 _PATIENCE = 8
 
 
@@ -408,7 +408,7 @@ def absorb(
 
 def _split(spec: DecodeSpec, source: jax.Array) -> jax.Array:
   """Places sources [P, S] on the devices that hold their rows."""
-  if spec.parts == 1:
+  if not spec.is_split:
     return source
   return jax.lax.with_sharding_constraint(source, spec.partitioner.of_rows(source))
 

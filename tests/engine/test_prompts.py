@@ -1,4 +1,4 @@
-"""Batched prefills on a mesh: each part reads its own prompts, each prompt once."""
+"""Prefills of several prompts, on a mesh or one device: each prompt is read once."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from decoding import harness
 from engine import cases
 from hypothesis import strategies as st
 
-from osd_jax import sharding
+from osd_jax import base, sharding
 from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import controller, engine, steps
 
@@ -96,12 +96,29 @@ def test_parallel_prefill_changes_no_output(data, model, rows, monkeypatch):
   assert max(taken) == data
 
 
+@pytest.mark.parametrize(("rows", "together", "model"), [(8, 4, 1), (4, 4, 1), (4, 2, 2)])
+def test_prompts_of_one_prefill_change_no_output(rows, together, model, monkeypatch):
+  found, read = on_a_mesh(rows, 1, model, monkeypatch, prefill_rows=together)
+  assert cases.texts(found) == cases.expected()
+  assert {batch.source.shape[0] for batch in read} == {together}
+  taken = [int((batch.slots >= 0).sum()) for batch in read]
+  assert sum(taken) == len(found) and 1 < max(taken) <= together
+
+
+def test_rows_are_a_multiple_of_the_prompts_of_a_prefill():
+  with pytest.raises(base.InputError, match=r"prefill_rows: .* 3, .* divisor of rows"):
+    cases.config_of(8, prefill_rows=3)
+  decoding = cases.config_of(8, prefill_rows=4)
+  assert [decoding.with_rows(n).prefill_rows for n in (1, 2, 6, 16)] == [1, 2, 2, 4]
+
+
 @pytest.mark.slow
-def test_waiting_saves_prefill_calls_and_changes_no_output(monkeypatch):
+@pytest.mark.parametrize("data", [4, 1])  # on a mesh, and on one device
+def test_waiting_saves_prefill_calls_and_changes_no_output(data, monkeypatch):
   calls_made = []
   for patience in (2, 10**6):  # wait for half of the rows; control: for one row
     monkeypatch.setattr(steps, "_PATIENCE", patience)
-    found, read = on_a_mesh(8, 4, 1, monkeypatch, times=3)
+    found, read = on_a_mesh(8, data, 1, monkeypatch, times=3, prefill_rows=4)
     assert cases.texts(found) == 3 * cases.expected()
     calls_made.append(len(read))
   # Seven calls with four prompts each would suffice.
@@ -139,13 +156,14 @@ def test_part_without_a_prompt_keeps_its_rows(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("data", [4, 1])
 @pytest.mark.parametrize("turn", [0, 2])
-def test_parallel_prefill_with_adaptive_k_changes_no_output(turn, monkeypatch):
+def test_parallel_prefill_with_adaptive_k_changes_no_output(turn, data, monkeypatch):
   """With the draft prefilled on insertion, and later."""
   monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 1)
   policy = engine.AdaptiveConfig(
     candidates=(0, 2),
     costs=(RoundCosts((1.0, 1.1 if turn else 4.0)),) * 2,
   )
-  found, _ = on_a_mesh(4, 4, 1, monkeypatch, adaptive=policy)
+  found, _ = on_a_mesh(4, data, 1, monkeypatch, adaptive=policy, prefill_rows=4)
   assert cases.texts(found) == cases.expected()

@@ -30,7 +30,7 @@ from osd_jax.decoding import rounds, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.decoding.rounds import DecodeSpec
 
-# Where a call prefills several prompts, it waits until one in this many rows is free, as
+# A call that can prefill several prompts waits until one in this many rows is free, as
 # long as every free row has a prompt.
 _PATIENCE = 8
 

@@ -96,7 +96,9 @@ def test_parallel_prefill_changes_no_output(data, model, rows, monkeypatch):
   assert max(taken) == data
 
 
-@pytest.mark.parametrize(("rows", "together", "model"), [(8, 4, 1), (4, 4, 1), (4, 2, 2)])
+@pytest.mark.parametrize(
+  ("rows", "together", "model"), [(8, 4, 1), (4, 4, 1), (4, 2, 2)]
+)
 def test_prompts_of_one_prefill_change_no_output(rows, together, model, monkeypatch):
   found, read = on_a_mesh(rows, 1, model, monkeypatch, prefill_rows=together)
   assert cases.texts(found) == cases.expected()

@@ -433,6 +433,7 @@ LEARNED_MORE = {
   "online, averaged longer": {"update__ema_decay": 0.99},
   "online, gated": {"gate": GateConfig()},
 }
+SHORT_AVERAGE = 0.9  # `ema_decay` of those that do not say it
 
 
 def well_trained(setting: Setting) -> Answers:
@@ -443,6 +444,7 @@ def well_trained(setting: Setting) -> Answers:
       floor = setting.fixed(setting.pair.draft_params, order)
       systems = dict(rivals(setting, order, floor))
       for name, changes in LEARNED_MORE.items():
+        changes = {"update__ema_decay": SHORT_AVERAGE} | changes
         learning = changed(setting.learning, seed=seed, **changes)
         systems[name] = lambda learning=learning, order=order: setting.learned(
           order, learning
@@ -510,6 +512,7 @@ def qwen(given: argparse.Namespace) -> Setting:
     f"DATA_DIR={str(given.data)!r}",
     f"PairConfig.draft={QWEN_DRAFT!r}",
     "PairConfig.sibling_draft=True",
+    "UpdateConfig.ema_decay=0.99",
   ]
   config, _ = settings.load(online.OnlineConfig, ["experiments/qwen.gin"], shared)
   texts, _ = settings.load(

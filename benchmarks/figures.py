@@ -507,10 +507,10 @@ def stability(rows: Sequence[Row]) -> Any:
 
 
 def _by_stream(rows: Sequence[Row], question: str) -> dict[str, dict[str, list[float]]]:
-  """Returns stream -> system -> tokens per call, one value of each seed."""
+  """Returns stream -> system -> the demo's tokens per call, one value of each seed."""
   found: dict[str, dict[str, list[float]]] = {}
   for row in rows:
-    if row["question"] == question:
+    if row["question"] == question and row["pair"] == "demo":
       systems = found.setdefault(row["stream"], {})
       systems.setdefault(row["system"], []).append(row["tokens_per_call"])
   return found

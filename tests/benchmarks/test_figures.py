@@ -45,3 +45,12 @@ def test_time_saved_is_relative_to_the_total_of_plain_decoding():
   row = {"cumulated_seconds": [4.0, 5.0], "block_ends": [100, 200]}
   places, share = figures.saved(plain, row)
   assert places == [0, 100, 200] and share.tolist() == [0, 10, 50]
+
+
+def test_lines_of_the_demo_are_drawn_from_its_own_rows():
+  row = {"question": "variance", "stream": "sharp", "system": "floor"}
+  rows = [
+    row | {"pair": pair, "tokens_per_call": value}
+    for pair, value in (("demo", 3.0), ("another", 9.0), ("demo", 4.0))
+  ]
+  assert figures._by_stream(rows, "variance") == {"sharp": {"floor": [3.0, 4.0]}}

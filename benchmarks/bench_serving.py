@@ -76,6 +76,7 @@ SYSTEMS = {
   PLAIN: (
     FROZEN,
     "DecodingConfig.num_draft_tokens=1",
+    "AdaptiveConfig.candidates=(0, 1)",
     "DecodingConfig.adaptive=@AdaptiveConfig()",
   ),
   "frozen": (FROZEN,),

@@ -638,12 +638,14 @@ def main() -> None:
   parser.add_argument("--independent", action="store_true", help="draft of the demo")
   parser.add_argument("--eight", action="store_true", help="a target of eight topics")
   parser.add_argument("--qwen", type=pathlib.Path, help="folder of transformers")
-  parser.add_argument("--new_sets", action="store_true", help="for --qwen")
+  parser.add_argument("--new_sets", action="store_true", help="with --qwen")
   parser.add_argument(
     "--data", type=pathlib.Path, default=pathlib.Path("../shared/data")
   )
   parser.add_argument("--table", action="store_true")
   given = parser.parse_args()
+  if given.new_sets and not given.qwen:
+    parser.error("--new_sets: expected --qwen FOLDER too; it has sets for that pair only")
   if not given.table:
     given.folder.mkdir(parents=True, exist_ok=True)
     made_by = {"commit": measure.commit()}  # of the code that was loaded

@@ -46,7 +46,8 @@ class DecodeSpec:
     widths: numbers of drafted tokens that a verification may have, ascending to K. Each
       round drafts as many tokens as are worth their price, and takes the smallest width
       that holds them. () drafts K tokens in every round.
-    prefill_rows: prompts of a prefill, if no mesh splits the rows; a divisor of `rows`.
+    prefill_rows: prompts that a call prefills, unless a mesh splits the rows; a divisor
+      of `rows`.
   """
 
   target: base.Model

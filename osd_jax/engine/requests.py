@@ -82,9 +82,9 @@ class DecodingConfig(base.Config):
     max_rounds: rounds after which a call returns to the host even if no row has
       finished; bounds how long a swap or a new request waits.
     adaptive: chooses K between two calls, including plain decoding; None keeps K.
-    prefill_rows: prompts that one call prefills, a divisor of `rows`. On accelerators
-      many take hardly longer than one; up to an eighth of the rows then wait until a
-      call is worth while. Unused where a mesh splits the rows: each part prefills one.
+    prefill_rows: prompts that one call prefills, a divisor of `rows`; meant for
+      accelerators. With more than one, up to an eighth of the rows stay empty until a
+      call can fill them. A mesh that splits the rows prefills one in each part instead.
     cache_tokens: tokens of served answers, a power of two, in an n-gram cache that is
       mixed with the draft; 0 for no cache. With `PairConfig.draft = "cache"` it is the
       size of that cache, and 0 means 65,536.

@@ -55,7 +55,7 @@ def test_prefill_waits_for_an_eighth_of_the_rows_if_prompts_fill_them():
 
   assert [later(free, free) for free in (1, 3, 4, 32)] == [True, True, False, False]
   assert not later(3, 2)  # rows stay free even if it waits
-  assert not later(1, 1, parts=1)  # a single device gains nothing by waiting
+  assert not later(1, 1, parts=1)  # a call that takes one prompt gains nothing
   assert not later(1, 1, rows=8)  # an eighth is one row
 
 

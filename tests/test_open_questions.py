@@ -538,3 +538,11 @@ def test_a_chip_is_full_where_arithmetic_takes_as_long_as_reading():
   assert twice["v5e"]["steps_per_call"] == pytest.approx(
     2 * rows["v5e"]["steps_per_call"], rel=0.01
   )
+
+
+def test_new_sets_without_their_pair_are_refused(monkeypatch, capsys):
+  """Otherwise the demo's pair would answer in their place."""
+  monkeypatch.setattr("sys.argv", ["run.py", "how_often", "--new_sets"])
+  with pytest.raises(SystemExit):
+    run.main()
+  assert "--new_sets: expected --qwen FOLDER too" in capsys.readouterr().err

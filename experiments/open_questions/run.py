@@ -645,7 +645,7 @@ def main() -> None:
   parser.add_argument("--table", action="store_true")
   given = parser.parse_args()
   if given.new_sets and not given.qwen:
-    parser.error("--new_sets: expected --qwen FOLDER too; it has sets for that pair only")
+    parser.error("--new_sets: expected --qwen FOLDER too, whose pair has such sets")
   if not given.table:
     given.folder.mkdir(parents=True, exist_ok=True)
     made_by = {"commit": measure.commit()}  # of the code that was loaded

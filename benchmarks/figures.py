@@ -5,8 +5,7 @@
 
 Each picture is written as SVG twice, for light and for dark pages. The file contains a
 hash of the results it was drawn from, with which a test detects outdated pictures.
-docs/results.md, docs/real_model.md, docs/open_questions.md and
-docs/more_open_questions.md explain the pictures.
+docs/results.md, docs/real_model.md and docs/open_questions.md explain the pictures.
 """
 
 import argparse

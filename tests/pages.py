@@ -9,7 +9,7 @@
 - a block with title="PATH": written to that file, for the blocks after it.
 - ```gin without a title: each setting must be a field of a config.
 - ```console below `<!-- compared -->`: a "$ COMMAND" and exactly what it prints.
-- other blocks (```text, ```console) are only shown.
+- other blocks (```text, ```console, ```mermaid) are only shown.
 
 `<!-- not run: REASON -->` on the line above a block prevents it from being run.
 """
@@ -31,7 +31,7 @@ BLOCK = re.compile(
   r"(?P<text>.*?)^(?P=indent)```[ ]*$",
   flags=re.MULTILINE | re.DOTALL,
 )
-SHOWN = ("text", "console")
+SHOWN = ("text", "console", "mermaid")
 RUN = ("python", "sh", "gin")
 
 

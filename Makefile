@@ -11,7 +11,7 @@ STAMP_HF := .venv/.installed-hf
 COMPILERS := .venv-aot
 STAMP_AOT := $(COMPILERS)/.installed
 TEST_JOBS ?= 2
-CODE := osd_jax osd_tools tests benchmarks experiments notebooks
+CODE := osd_jax osd_serve osd_tools tests benchmarks experiments notebooks
 EXTRAS := data,llama,gguf,parquet,plots,log,replicas,serve,test,docs,dev
 # Run uv to check it: on PATH there may be a shim of a version manager that fails.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
@@ -147,4 +147,4 @@ bench: $(STAMP_HF) ## run every benchmark, then write benchmarks/README.md (hour
 
 clean: ## remove caches and build outputs; keeps .venv and runs
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis .jax_cache
-	find osd_jax osd_tools tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find osd_jax osd_serve osd_tools tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -20,7 +20,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 900  # seconds for the tests of one fault; a hanging test counts as failed
-COPIED = ("osd_jax", "osd_tools", "tests", "gin_configs", "docs", "pyproject.toml")
+COPIED = (
+  *("osd_jax", "osd_serve", "osd_tools", "tests", "gin_configs", "docs"),
+  "pyproject.toml",
+)
 
 
 class Fault(NamedTuple):

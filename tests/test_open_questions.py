@@ -10,7 +10,7 @@ import pytest
 import tiny_online
 from conftest import ROOT
 
-from osd_jax import corpus, offline, online, pairs, replay, runs
+from osd_jax import corpus, offline, online, pairs, runs
 from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.data import examples, streams
 from osd_jax.data.batches import EncodedExample, read_corpus
@@ -18,7 +18,7 @@ from osd_jax.distillation import schedule
 from osd_jax.engine.requests import Request
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
-from osd_tools import chips
+from osd_tools import chips, replay
 
 sys.path += [str(ROOT / "experiments" / "open_questions"), str(ROOT / "benchmarks")]
 

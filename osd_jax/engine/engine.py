@@ -251,6 +251,7 @@ class Engine:
     self._number_noise()
 
   def _prepare_draft_params(self, draft_params: base.Params) -> None:
+    assert self.spec.draft is not None
     self._prepared = steps.prepare(
       self.spec.draft, draft_params, self.shortlist, self.spec
     )
@@ -325,9 +326,9 @@ class Engine:
     `number` is its number in a server of several engines; None counts here.
     """
     self.check(request)
-    number = self.submitted if number is None else number
-    self.submitted = max(self.submitted, number + 1)
-    self._waiting.append((number, request))
+    place = self.submitted if number is None else number
+    self.submitted = max(self.submitted, place + 1)
+    self._waiting.append((place, request))
 
   def step(self) -> list[Finished]:
     """Runs one turn of all rows; returns the requests that finished, by slot."""

@@ -151,7 +151,14 @@ def unknown_settings(text: str) -> list[str]:
 
 def test_every_setting_that_is_named_exists():
   files = [ROOT / "README.md"]
-  for folder in ("docs", "experiments", "gin_configs", "notebooks", "osd_jax"):
+  for folder in (
+    "docs",
+    "experiments",
+    "gin_configs",
+    "notebooks",
+    "osd_jax",
+    "osd_serve",
+  ):
     files += [
       path
       for path in (ROOT / folder).rglob("*")
@@ -227,7 +234,7 @@ def missing_files(text: str, folder: pathlib.Path) -> list[str]:
 @functools.cache
 def basenames() -> frozenset[str]:
   """Names of all files of the repository, without their folders."""
-  folders = ("osd_jax", "osd_tools", "tests", "benchmarks", "experiments", "docs")
+  folders = ("osd_jax", "osd_serve", "osd_tools", "tests", "benchmarks", "experiments")
   paths = (path for folder in folders for path in (ROOT / folder).rglob("*.*"))
   return frozenset(path.name for path in paths)
 
@@ -259,10 +266,10 @@ def test_site_builds_without_warnings(tmp_path):
 
 
 def test_map_in_contributing_lists_every_module():
-  """Compares the first column of the map in CONTRIBUTING.md with the tree."""
+  """Compares the first column of the map in CONTRIBUTING.md with osd_jax/."""
   text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where things are")[1]
-  mapped = set(re.findall(r"\b\w+\b", " ".join(MAPPED.findall(text.split("##")[0]))))
-  here = {path.stem for path in (ROOT / "osd_jax").glob("*.py")} | {
+  names = set(re.findall(r"\b\w+\b", " ".join(MAPPED.findall(text.split("##")[0]))))
+  modules = {path.stem for path in (ROOT / "osd_jax").glob("*.py")} | {
     path.parent.name for path in (ROOT / "osd_jax").glob("*/__init__.py")
   }
-  assert mapped == here - {"__init__"}
+  assert names == modules - {"__init__"}

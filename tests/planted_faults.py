@@ -222,13 +222,13 @@ FAULTS = [
     "the bonus token after the proposed length is drawn from a residual",
     "  return jnp.where(row < proposal.lengths[:, None], found, 0.0)",
     "  return found",
-    DRAFTERS,
+    f"{LAW} -k drafter_keeps",
   ),
   Fault(
     "a rejected deterministic proposal can be recovered",
     "    return jax.nn.one_hot(token, vocab_size)",
     "    return 0 * jax.nn.one_hot(token, vocab_size)",
-    DRAFTERS,
+    f"{LAW} -k drafter_keeps",
   ),
   Fault(
     "the residual is the whole target row",
@@ -919,7 +919,7 @@ FAULTS = [
     "a round without proposals rejects token 0",
     "if not proposal.tokens.shape[1]:",
     "if False:",
-    "tests/decoding/test_mixed.py -k whatever_the_lengths",
+    f"{LAW} -k drafter_keeps",
   ),
   Fault(
     "the time of the cache alone is not counted",

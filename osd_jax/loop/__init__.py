@@ -1,0 +1,1 @@
+"""The loop that serves requests, measures, learns, logs and checkpoints."""

@@ -107,7 +107,7 @@ class Meter:
     row |= {"metering_ms": 0.0, "metering_beside_ms": 0.0}
     row["metering_beside_ms" if beside else "metering_ms"] = spent
     if done.stop_reason == base.StopReason.NOT_FINITE:
-      row["certificate"] = dataclasses.asdict(self._certifier.broken())
+      row["certificate"] = self._certifier.broken()
     elif self.compares(index):
       row.update(self._compared(done, server))
     elif self._rivals is not None:
@@ -155,7 +155,7 @@ class Meter:
     }
     if certificate.applies(self._sampling, self._decoding):
       judged = self._certifier.judge([(plain, done)], done.request.tag)
-      row["certificate"] = dataclasses.asdict(judged)
+      row["certificate"] = judged
     spent = (time.perf_counter() - waiting) * 1e3
     row["compare_ms"] = spent - row["update_wait_ms"]
     return row

@@ -10,6 +10,7 @@ from typing import Any
 
 from osd_jax.costs import account
 from osd_jax.costs.table import Costs
+from osd_jax.loop import rows as rows_lib
 from osd_jax.runs import alarms
 from osd_jax.runs import log as log_lib
 from osd_jax.runs.directory import RunDirectory
@@ -48,7 +49,7 @@ class Logbook:
 
   def write_costs(self, costs: Costs) -> None:
     """Logs the run's measured costs."""
-    self._rows.write("costs", dataclasses.asdict(costs))
+    self._rows.write(rows_lib.Costs(**vars(costs)))
 
   def write(self, kind: str, row: dict[str, Any], finished: int) -> None:
     """Logs a row, the verdict so far, and the alarms that start or end here.
@@ -58,14 +59,15 @@ class Logbook:
     """
     # Observed before the row is written, so that a request's row holds the verdict that
     # includes it.
-    self._verdict = account.observe(self._verdict, kind, row)
+    entry = rows_lib.KINDS[kind](**row)
+    self._verdict = account.observe(self._verdict, entry)
     if kind == "request" and self._learns:
-      row |= self._verdict.fields()
-    self._rows.write(kind, row)
-    self._alarms, changed = alarms.observe(self._alarms, kind, row)
-    for alarm in changed:
-      self._rows.write("alarm", {"finished": finished, **alarm})
-      self._announce(alarm["text"])
+      entry = dataclasses.replace(entry, **self._verdict.fields())
+    self._rows.write(entry)
+    self._alarms, changes = alarms.observe(self._alarms, entry, finished)
+    for alarm in changes:
+      self._rows.write(alarm)
+      self._announce(alarm.text)
 
   def write_output(self, answer: Mapping[str, Any]) -> None:
     """Logs what `keep_outputs` keeps of an answer, which has `prompt_ids` too."""
@@ -81,18 +83,19 @@ class Logbook:
   def log_event(self, kind: str, said: str, **fields: Any) -> None:
     """Logs a sentence, and shows it."""
     self._announce(said)
-    self._rows.write(kind, {**fields, "said": said})
+    finished = fields.get("finished", 0)
+    self._rows.write(rows_lib.Event(name=kind, finished=finished, text=said))
 
   def restore(self) -> float:
     """Computes the verdict and the alarms from the rows of the log.
 
     Returns the seconds that the run had served when its last row was written.
     """
-    rows = list(log_lib.read(self._rows.path))
+    rows = rows_lib.read(self._rows.path)
     self._alarms = alarms.replay(rows)
     self._verdict = account.verdict(rows)
-    clocks = [row["run_seconds"] for row in rows if row["kind"] == "request"]
-    return max(clocks, default=0.0)
+    requests = rows_lib.of(rows_lib.Request, rows)
+    return max((row.run_seconds for row in requests), default=0.0)
 
   def close(self) -> None:
     """Closes both logs."""

@@ -26,8 +26,7 @@ from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig, Outcome
 from osd_jax.engine import generation_config, measurement
-from osd_jax.engine.replicas import ReplicaConfig
-from osd_jax.engine.requests import DecodingConfig, Finished, Request
+from osd_jax.engine.requests import DecodingConfig, Finished, ReplicaConfig, Request
 from osd_jax.engine.server import Server
 from osd_jax.report import progress
 from osd_jax.runs.logbook import Logbook
@@ -158,7 +157,11 @@ class OnlineLoop:
     started = time.perf_counter()
     with shows("loading target, draft and stream"):
       self.server = Server(
-        config.pair, config.decoding, config.learning, config.partition, config.replicas
+        config.pair,
+        config.decoding,
+        config.learning,
+        config.partition,
+        config.replicas.engine,
       )
       self.pair = self.server.pair
       self.stream = streams.make(config.stream, self.pair.vocabulary)

@@ -11,6 +11,7 @@ from osd_jax import base, main, online, pairs, runs
 from osd_jax.distillation import gate
 from osd_jax.engine import requests
 from osd_jax.engine.requests import ReplicaConfig
+from osd_jax.loop import loop
 from osd_jax.models.shapes import DraftServing
 from osd_tools import replicas
 
@@ -84,9 +85,9 @@ def test_killing_one_of_three_replicas_changes_no_output(
     ray.kill(victim.actor)
 
   at_step(monkeypatch, 6, kill)
-  begin = online.OnlineLoop.close
+  begin = loop.Loop.close
   monkeypatch.setattr(
-    online.OnlineLoop,
+    loop.Loop,
     "close",
     lambda self, s: (learners.append(self.server.learner), begin(self, s)),
   )

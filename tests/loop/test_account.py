@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from osd_jax.costs import account
+from osd_jax.loop import account
 
 UPDATE = {"kind": "update", "steps": 6, "wait_ms": 0.0, "skipped": 0}
 

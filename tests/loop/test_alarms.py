@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from osd_jax.runs import alarms
+from osd_jax.loop import alarms
 
 
 def request(drafted=5, accepted=2, loops=False):

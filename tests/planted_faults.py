@@ -747,9 +747,9 @@ FAULTS = [
   ),
   Fault(
     "compared requests have a fixed place in their block",
-    "    return place == chosen",
-    "    return place == 0 * chosen",
-    "tests/test_metering.py",
+    "    return place == choice",
+    "    return place == 0 * choice",
+    "tests/loop/test_meter.py",
   ),
   Fault(
     "an n-gram with the same hash is a candidate",
@@ -809,7 +809,7 @@ FAULTS = [
     "replicas keep their answers to themselves",
     "        replica.unseen.extend(texts)\n",
     "        pass\n",
-    "tests/engine/test_replica_cache.py -k shared",
+    "tests/tools/test_replica_cache.py -k shared",
   ),
   Fault(
     "entries of the n-gram cache are only hidden by their hash",

@@ -1,1 +1,1 @@
-"""The loop that serves requests, measures, learns, logs and checkpoints."""
+"""The loop of `osd online` and `osd serve`: serve, measure, gate, learn, log."""

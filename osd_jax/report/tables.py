@@ -12,9 +12,9 @@ import rich.console
 import rich.table
 
 from osd_jax import metrics, runs
-from osd_jax.costs import account as account_lib
 from osd_jax.costs.table import Costs
-from osd_jax.runs import alarms
+from osd_jax.loop import account as account_lib
+from osd_jax.loop import alarms
 
 WINDOW = 25  # requests of a trailing mean
 EDGE = 50  # requests that "first" and "last" mean

@@ -5,8 +5,8 @@ import random
 import made_rows
 import pytest
 
+from osd_jax.loop import alarms
 from osd_jax.loop import rows as rows_lib
-from osd_jax.runs import alarms
 
 
 def request(drafted=5, accepted=2, loops=False):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from made_rows import request, update
 
-from osd_jax.costs import account
+from osd_jax.loop import account
 from osd_jax.loop import rows as rows_lib
 
 ROWS = [

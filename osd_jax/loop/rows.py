@@ -7,11 +7,14 @@ None is left out of the file while it is None.
 
 import dataclasses
 import functools
+import importlib.util
 import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
+
+import numpy as np
 
 from osd_jax import base, runs
 from osd_jax import certificate as certificate_lib
@@ -29,14 +32,19 @@ class Doc:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-  """One row; `kind` names its class in the file."""
+  """One row; `kind` names its class in the file.
+
+  `heading` is that of its table in a report without requests, "" if it has none.
+  """
 
   kind: ClassVar[str]
+  heading: ClassVar[str] = ""
 
 
 AnyRow = typing.TypeVar("AnyRow", bound=Row)
 
 KINDS: dict[str, type[Row]] = {}  # kind -> its class
+_TOOLS = "osd_tools.rows"  # the module with the kinds of the tools
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -79,7 +87,8 @@ class Costs(table.Costs, Row):
 class Request(Row):
   """One per answer.
 
-  *recorded*: the answer has the target's distributions, as always in osd online. *floor*: with `OnlineConfig.floor_metering`. *compared*: one of
+  *recorded*: the answer has the target's distributions, as always in osd online.
+  *floor*: with `OnlineConfig.floor_metering`. *compared*: one of
   `OnlineConfig.compare_every` requests, chosen at random. *learning*: with
   `OnlineConfig.learn`. *gate*: while learning, with `LearningConfig.gate`. *judged*:
   while learning, from the first comparison on.
@@ -356,6 +365,13 @@ class Summary(Row):
 # --- Commands that read examples, train and evaluate ----------------------------------
 
 
+@row("note")
+class Note(Row):
+  """A sentence for the report: why a program was refused, what osd advise suggests."""
+
+  text: Annotated[str, _TEXT]
+
+
 @row("data")
 class Data(Row):
   """The examples that a command read; osd pretrain has `train` and `evaluation`."""
@@ -398,6 +414,8 @@ class Evaluation(Row):
 class Quality(Row):
   """One per task of osd evaluate: the answers of the target."""
 
+  heading = "Target"
+
   task: Annotated[str, Doc("text", "label")]
   prompts: Annotated[int, Doc(_COUNT, "number of prompts answered by the target")]
   references: Annotated[int, Doc(_COUNT, "references that are neither missing nor cut")]
@@ -421,6 +439,8 @@ class Quality(Row):
 class Draft(Row):
   """One per task and draft of osd evaluate."""
 
+  heading = "Drafts"
+
   task: Annotated[str, Doc("text", "label")]
   draft: Annotated[str, Doc("text", "file name without extension")]
   distribution_overlap: Annotated[
@@ -441,10 +461,14 @@ class Draft(Row):
 class Change(Draft):
   """The figures of a later draft minus those of the first; fields as in `draft`."""
 
+  heading = "Against the first draft"
+
 
 @row("speed")
 class Speed(Row):
   """One per draft and number of rows in flight of osd evaluate."""
+
+  heading = "Speed"
 
   rows: Annotated[int, Doc(_COUNT, "rows in flight")]
   draft: Annotated[str, Doc("text", "its name")]
@@ -475,9 +499,26 @@ class Speed(Row):
   verify_ms: Annotated[float | None, Doc(_MS, "the target on K + 1 tokens")]
 
 
+@row("replayed")
+class Replayed(Row):
+  """One per answer of the log that osd advise replays."""
+
+  answer: Annotated[int, Doc(_COUNT, "its place in the log, from 0")]
+  shares: Annotated[
+    Mapping[str, float],
+    Doc(
+      _SHARE,
+      "`cache`, `draft`, `draft that learns` -> share of the answer's tokens that it"
+      " drafts rightly",
+    ),
+  ]
+
+
 @row("certificate")
 class Certified(Row):
   """The certificate of one draft (osd evaluate) or drafter (osd certify)."""
+
+  heading = "Certificate"
 
   K: Annotated[int | None, Doc(_TOKENS, "drafted tokens", "certify")] = None
   rows: Annotated[int | None, Doc(_COUNT, "rows in flight", "certify")] = None
@@ -523,7 +564,10 @@ def parse(entry: Mapping[str, Any]) -> Row | None:
 
   Numbers that were not finite are NaN.
   """
-  cls = KINDS.get(entry.get("kind", ""))
+  kind = entry.get("kind", "")
+  if kind not in KINDS and importlib.util.find_spec(_TOOLS.partition(".")[0]):
+    importlib.import_module(_TOOLS)
+  cls = KINDS.get(kind)
   if cls is None:
     return None
   values = {**entry, **dict.fromkeys(entry.get("nonfinite", ()), math.nan)}
@@ -548,6 +592,12 @@ def of(kind: type[AnyRow], rows: Iterable[Row]) -> list[AnyRow]:
 def requests(rows: Iterable[Row]) -> list[Request]:
   """Returns the requests in the order of the stream, not that of their ends."""
   return sorted(of(Request, rows), key=lambda request: request.query)
+
+
+def column(rows: Sequence[Any], name: str) -> np.ndarray:
+  """One field as [n] float64; NaN where a row has no value."""
+  values = (getattr(row, name) for row in rows)
+  return np.array([math.nan if v is None else float(v) for v in values], np.float64)
 
 
 @functools.cache

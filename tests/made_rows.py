@@ -34,3 +34,34 @@ def update(finished: int = 0, **changes) -> rows.Update:
   fields = {"launched": finished, "version": 1, "loss": 1.0, "grad_norm": 1.0}
   counts = {"steps": 2, "skipped": 0}
   return rows.Update(finished=finished, **{**fields, **counts, **times, **changes})
+
+
+def draft(name: str, overlap: float, kind: type[rows.Draft] = rows.Draft) -> rows.Draft:
+  """Returns what osd evaluate measures of a draft on one task."""
+  return kind(
+    task="sql",
+    draft=name,
+    distribution_overlap=overlap,
+    distribution_overlap_upper=0.9,
+    acceptance_rate=0.5,
+    draft_acceptance_rate=0.5,
+    tokens_per_target_call=2.0,
+  )
+
+
+def speed() -> rows.Speed:
+  """Returns the measured speed of a draft, with one row in flight."""
+  times = {"draft_step_ms": 1.0, "plain_step_ms": 10.0, "verify_ms": 12.0}
+  return rows.Speed(
+    rows=1,
+    draft="first",
+    plain_ms_per_token=10.0,
+    ms_per_token=8.0,
+    speed_up=1.25,
+    predicted=1.5,
+    predicted_paper=2.0,
+    tokens_per_target_call=3.0,
+    cost_ratio=0.1,
+    verify_ratio=1.2,
+    **times,
+  )

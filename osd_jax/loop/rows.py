@@ -227,8 +227,9 @@ class Request(Row):
     float | None,
     Doc(
       _SHARE,
-      "`distribution_overlap` of the draft that the gate compares with the serving one",
-      "gate, if it was measured",
+      "`distribution_overlap` of the draft that the gate compares with the serving one;"
+      " missing if it was not measured",
+      "gate",
     ),
   ] = None
   gate_ms: Annotated[

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -497,7 +497,7 @@ class Loop:
 
   def _answer_of(self, row: dict[str, Any]) -> Finished:
     """Returns an answer of outputs.jsonl, with its records if it may be learned."""
-    decoding, batch = self.server.engine.config, None
+    decoding, batch = self.server.engine.config, cast(Any, None)
     prompt = np.asarray(row.get("prompt_ids", ()), np.int32)
     tokens = np.asarray(row.get("output_ids", [0] * row["tokens"]), np.int32)
     sampling = SamplingConfig(**row.get("sampling", {}))

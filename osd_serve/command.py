@@ -23,7 +23,7 @@ TOKEN = "OSD_API_KEY"  # an environment variable, because `ps` shows command lin
 # Settings that may change when a server continues with a run directory.
 _FREE = (
   *("learn", "model_name", "host", "port", "max_waiting", "shutdown_seconds"),
-  *("checkpoint_every", "sampling", "share_cache", "record_seconds", "stream_tokens"),
+  *("checkpoint_every", "sampling"),
 )
 
 

@@ -11,10 +11,6 @@ from that count on, so each one is learnt from exactly once. Their records (the 
 distributions) are computed again by one forward pass. Answers older than the oldest
 checkpoint are removed from the journal.
 
-Every record has a tag, the tenant and the time of its request. By these tags records
-are removed from everything that holds them: the queue of answers, the buffer, the
-journal and the checkpoints. So are records that are older than a limit.
-
 Without answers on disk, there is no journal, and checkpoints hold weights and the state
 of the optimizer, but no buffer. A restarted server begins with an empty one.
 """
@@ -23,8 +19,7 @@ import concurrent.futures
 import json
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +36,6 @@ from osd_jax.runs import checkpoint
 # Answers that may wait for the learning thread. Each holds its records, some 50 kB.
 MAX_PENDING = 1024
 FLOOR_EVERY = 4  # one in so many answers is measured with the first draft, too
-
-# Of a record: "tenant", a name or "", and "time", seconds since 1970.
-Tag = Mapping[str, Any]
 
 
 class Journal:
@@ -63,9 +55,9 @@ class Journal:
     self._open()
     self.end = max((row["number"] + 1 for row in self.read(0)), default=0)
 
-  def append(self, done: Finished, tag: Tag) -> None:
+  def append(self, done: Finished) -> None:
     """Writes one answer and flushes it; DiskError if that fails."""
-    row = {"number": self.end, **tag, "target": self.target}
+    row = {"number": self.end, "target": self.target}
     row["prompt"] = done.request.tokens.tolist()
     sampling = vars(done.request.sampling)
     row |= {"answer": done.tokens.tolist(), "sampling": sampling}
@@ -78,18 +70,10 @@ class Journal:
     """Yields the answers from number `start` on."""
     return _parsed(self._content(), start)
 
-  def forget(self, start: int, drops: Callable[[Tag], bool] | None = None) -> None:
-    """Removes the answers before number `start`, and those that `drops` chooses.
-
-    Of the latter the number is kept, so that no answer seems to be missing. Answers
-    that are appended meanwhile are kept.
-    """
+  def forget(self, start: int) -> None:
+    """Removes the answers before number `start`, and none that arrives meanwhile."""
     before = self._content()
-    kept = [
-      {"number": row["number"]} if drops and "time" in row and drops(row) else row
-      for row in _parsed(before, start)
-    ]
-    text = "".join(f"{json.dumps(row)}\n" for row in kept)
+    text = "".join(f"{json.dumps(row)}\n" for row in _parsed(before, start))
     with self._lock:  # the serving thread waits for it, so it is held for copying only
       later = self.path.read_bytes()[len(before) :]
       self._lines.close()
@@ -133,17 +117,13 @@ class Learning:
     directory: Path | None,
     every: int,
     on_learned: Callable[[float, float | None, Outcome | None], object],
-    record_seconds: float = 0.0,
     keep_answers: bool = True,
-    clock: Callable[[], float] = time.time,
   ):
     """Restores the learner from the run directory, if there is one.
 
     The learner of `server` is used by the learning thread only. Checkpoints, one in
     `every` answers, and the journal are kept in `directory`; None keeps nothing.
-    Records older than `record_seconds` are removed by `expire`; 0 keeps them.
-    `keep_answers` = False writes no token of a request to the disk. `clock` returns
-    seconds since 1970.
+    `keep_answers` = False writes no token of a request to the disk.
 
     `on_learned` is called with the overlap of the newest draft with every answer,
     before it learns from the answer; with that of the first draft, or None if it was
@@ -152,9 +132,7 @@ class Learning:
     Raises:
       InputError: the pair's draft cannot learn, or no checkpoint can be used.
     """
-    self._server, self._on_learned, self._clock = server, on_learned, clock
-    self._record_seconds = record_seconds
-    self._oldest = 0.0  # time of the oldest record that a file or the buffer may hold
+    self._server, self._on_learned = server, on_learned
     self.finished, self.failure, self.dropped, self._pending = 0, "", 0, 0
     self._lock = threading.Lock()  # of `_pending`
     self._thread = background.Worker("learning", low_priority=True)
@@ -181,16 +159,8 @@ class Learning:
     with self._lock:
       return self._pending
 
-  def add(
-    self,
-    done: Finished,
-    tenant: str = "",
-    is_dropped: Callable[[], bool] = lambda: False,
-  ) -> None:
-    """Takes an answer; called on the serving thread, which it never delays for long.
-
-    `is_dropped` is called before the draft learns from the answer; True if it must not.
-    """
+  def add(self, done: Finished) -> None:
+    """Takes an answer; called on the serving thread, which it never delays for long."""
     is_broken = done.stop_reason == base.StopReason.NOT_FINITE
     with self._lock:
       if self.failure or is_broken or not len(done.tokens):
@@ -199,14 +169,13 @@ class Learning:
         self.dropped += 1
         return
       self._pending += 1
-    tag = {"tenant": tenant, "time": self._clock()}
     if self._journal is not None:
       try:
-        self._journal.append(done, tag)
+        self._journal.append(done)
       except base.DiskError as error:
         self._fail(error)
         return
-    self._thread.submit(self._learn, done, tag, is_dropped)
+    self._thread.submit(self._learn, done)
 
   def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
     """Runs a call on the learning thread, between two answers."""
@@ -224,41 +193,6 @@ class Learning:
       self._checkpoints.wait()  # once it is accepted, a kill must not lose it
     return version
 
-  def forget(self, drops: Callable[[Tag], bool]) -> None:
-    """Removes records whose tags `drops` chooses from buffer, journal and checkpoints.
-
-    Runs on the learning thread, see `submit`. When it returns, no file of the run
-    directory holds them. What the draft has learnt from them stays in its weights.
-
-    Raises:
-      InputError: learning has failed, or a checkpoint cannot be written.
-    """
-    if self.failure:
-      raise base.InputError(
-        "osd serve: records cannot be removed, because learning has stopped"
-        f" ({self.failure}); restart the server, then remove them."
-      )
-    self._server.finish_learning(background=True)  # an update holds rows
-    self._server.learner.forget(drops)
-    # Without a journal, checkpoints hold no records either.
-    if self._checkpoints is not None and self._journal is not None:
-      self._checkpoints.rewrite(self.finished, *self._state())
-      self._journal.forget(self.finished, drops)
-
-  def expire(self) -> None:
-    """Removes records that are too old; on the learning thread, as `forget`."""
-    if self._is_old(self._oldest) and not self.failure:
-      try:
-        self.forget(lambda tag: self._is_old(tag["time"]))
-      except Exception as error:
-        self._fail(error)
-      times = [tag["time"] for tag in self._server.learner.tags]
-      self._oldest = min(times, default=self._clock())
-
-  def _is_old(self, time: float) -> bool:
-    limit = self._record_seconds
-    return limit > 0 and time < self._clock() - limit
-
   def close(self, timeout: float) -> bool:
     """Learns from the answers that wait, up to `timeout` seconds, and saves.
 
@@ -275,32 +209,25 @@ class Learning:
       self._journal.close()
     return not self.failure
 
-  def _learn(self, done: Finished, tag: Tag, is_dropped: Callable[[], bool]) -> None:
+  def _learn(self, done: Finished) -> None:
     with self._lock:
       self._pending -= 1
     if self.failure:
       return
     try:
-      if is_dropped() or self._is_old(tag["time"]):
-        self._skip()
-      else:
-        self._observe(done, tag)
+      self._observe(done)
       if self._checkpoints is not None and self._checkpoints.due(self.finished):
         self._checkpoint()
     except Exception as error:
       self._fail(error)
 
-  def _skip(self) -> None:
-    self._server.learner.skip()
-    self.finished = self._server.learner.finished
-
-  def _observe(self, done: Finished, tag: Tag) -> None:
+  def _observe(self, done: Finished) -> None:
     """Measures the newest draft on an answer and learns from it."""
     server, floor = self._server, None
     overlap = self._overlap(server.draft_params, done)
     if self.finished % FLOOR_EVERY == 0:
       floor = self._overlap(server.pair.draft_params, done)
-    outcome = server.learn(done, overlap, background=True, tag=tag)
+    outcome = server.learn(done, overlap, background=True)
     self.finished = server.learner.finished
     self._on_learned(overlap, floor, outcome)
 
@@ -335,7 +262,7 @@ class Learning:
         self._server.finish_learning()
         if self._checkpoints is not None and self._journal is None:
           # The newest step may have been saved before this update.
-          self._checkpoints.rewrite(self.finished, *self._state())
+          self._checkpoint(replace=True)
     except Exception as error:
       self._fail(error)
 
@@ -352,7 +279,6 @@ class Learning:
     if self._journal is not None:
       self._observe_again(self._journal)
     server.finish_learning()
-    self.expire()
 
   def _observe_again(self, journal: Journal) -> None:
     """Learns from the answers that the newest checkpoint lacks."""
@@ -372,12 +298,7 @@ class Learning:
           f"{journal.path}: answer {row['number']}, which is to be learnt from, was"
           f" given by a target with other weights. {checkpoint.OTHER_WEIGHTS}"
         )
-      is_gone = "answer" not in row or self._is_old(row["time"])
-      if is_gone:  # it was removed, or shall be
-        self._skip()
-      else:
-        tag = {"tenant": row["tenant"], "time": row["time"]}
-        self._observe(_scored(server, row), tag)
+      self._observe(_scored(server, row))
 
 
 def _scored(server: Server, row: dict[str, Any]) -> Finished:

@@ -1,16 +1,13 @@
 """What `osd serve` runs: the server, its queue, its learning thread and its metrics."""
 
 import asyncio
-import contextlib
 import dataclasses
-import functools
+import hashlib
 import math
+import secrets
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,13 +30,11 @@ from osd_serve.learning import Learning
 from osd_serve.metrics import Metrics, finish_reason
 from osd_serve.scheduler import (
   Call,
-  EngineFailedError,
   Event,
   Job,
   Scheduler,
   first_line,
 )
-from osd_serve.tenants import Tenants
 
 # Several rows, and updates that serving never waits for.
 DECODING = dataclasses.replace(server.DECODING, rows=4)
@@ -74,13 +69,6 @@ class ServeConfig(base.Config):
     keep_answers: False writes weights and the optimizer's state to the run directory,
       but no token of a request. A server that is killed loses what it has learnt since
       the last checkpoint, and a restarted one begins with an empty replay buffer.
-    record_seconds: records older than this are removed from the buffer, the journal and
-      the checkpoints, and the n-gram cache is emptied so often; 0 keeps them. Up to a
-      tenth of this time passes until it happens.
-    stream_tokens: tokens of each piece of a streamed answer, so that the size of a
-      packet does not tell how many were accepted; 0 sends what a call has accepted.
-    share_cache: tenants use each other's entries of the n-gram cache. Answers are then
-      faster where another tenant has had the same text, which tells that it had it.
   """
 
   pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig()
@@ -98,9 +86,6 @@ class ServeConfig(base.Config):
   checkpoint_every: base.Count = 100
   overwrite: bool = False
   keep_answers: bool = True
-  record_seconds: base.NonNegative = 0.0
-  stream_tokens: base.CountOrZero = 0
-  share_cache: bool = False
 
   def checks(self):
     learns = self.learns
@@ -133,18 +118,13 @@ class Service:
     config: its settings.
     scheduler: the queue and the serving thread.
     metrics: counters and histograms.
-    tenants: whose requests there are.
   """
 
-  def __init__(
-    self,
-    config: ServeConfig,
-    directory: Path | None = None,
-    clock: Callable[[], float] = time.time,
-  ):
+  def __init__(self, config: ServeConfig, directory: Path | None = None):
     """Loads the pair, restores what was learnt, and compiles every call."""
-    self.config, self._directory, self._clock = config, directory, clock
-    self.tenants = Tenants(config.share_cache)
+    self.config, self._directory = config, directory
+    # Drawn at every start, so that nobody can choose two texts with the same salt.
+    self._salt_key = secrets.token_bytes(32)
     self.sampling = generation_config.resolved(config.sampling, config.pair)
     self.server = server.Server(
       config.pair, config.decoding, config.learning, config.partition
@@ -164,21 +144,15 @@ class Service:
         directory,
         config.checkpoint_every,
         self._learned,
-        config.record_seconds,
         config.keep_answers,
-        clock,
       )
     self.scheduler = Scheduler(
       self.server,
       config.places,
       self._finished,
       self.metrics.called,
-      config.stream_tokens,
     )
     self.scheduler.start()
-    self._is_closed, self._cache_began = threading.Event(), clock()
-    if config.record_seconds:
-      threading.Thread(target=self._expire_often, daemon=True).start()
 
   def encode(self, text: str | tuple[int, ...], is_chat: bool) -> np.ndarray:
     """Returns the token ids of a prompt or conversation, [n] int32."""
@@ -191,8 +165,8 @@ class Service:
   def submit(self, ask: protocol.Ask) -> Call:
     """Queues the answers that a request asks for; raises as `Scheduler.submit`."""
     prompts = [self.encode(one, ask.is_chat) for one in ask.inputs]
-    tenant = self.tenants.of(ask.tenant)
-    return self.scheduler.submit(prompts, ask.prompt, ask.n, ask.stream, tenant)
+    salt = self._salt(ask.cache_salt)
+    return self.scheduler.submit(prompts, ask.prompt, ask.n, ask.stream, salt)
 
   async def choice(self, ask: protocol.Ask, event: Event) -> protocol.Choice:
     """Returns the finished answer of an event."""
@@ -251,49 +225,6 @@ class Service:
     emptied = self.scheduler.between_calls(self.server.engine.clear_memory)
     await asyncio.wrap_future(emptied)
 
-  async def forget_tenant(self, name: str) -> None:
-    """Removes a tenant's records and cache entries; see `Learning.forget`.
-
-    Its requests in flight are answered first; nothing is kept of them.
-
-    Raises:
-      InputError: the records cannot be removed; the error says why.
-    """
-    if self.learning is None and self._directory is not None:
-      if self.config.keep_answers and (self._directory / "checkpoints").exists():
-        raise base.InputError(
-          f"tenant {name}: this server does not learn, but its run directory holds"
-          " records; start it with ServeConfig.learn = True, then delete the tenant."
-        )
-    former = self.tenants.forget(name)
-    while self.scheduler.holds(former):
-      await asyncio.sleep(0.02)
-    if self.config.share_cache:  # nothing says whose entries these are
-      clear = self.server.engine.clear_memory
-      await asyncio.wrap_future(self.scheduler.between_calls(clear))
-    if (learning := self.learning) is not None:
-      drops = lambda tag: tag["tenant"] == name
-      await asyncio.wrap_future(learning.submit(lambda: learning.forget(drops)))
-
-  def expire(self) -> None:
-    """Removes what is older than `record_seconds`, and waits for it.
-
-    The entries of the cache have no times, so all leave it when the oldest may be too
-    old.
-    """
-    if self._clock() - self._cache_began > self.config.record_seconds:
-      self.scheduler.between_calls(self.server.engine.clear_memory).result()
-      self._cache_began = self._clock()
-    if self.learning is not None:
-      self.learning.submit(self.learning.expire).result()
-
-  def _expire_often(self) -> None:
-    pause = min(max(self.config.record_seconds / 10, 1), 3600)
-    # While the server stops, calls are cancelled or refused.
-    with contextlib.suppress(RuntimeError, CancelledError, EngineFailedError):
-      while not self._is_closed.wait(pause):
-        self.expire()
-
   def live(self) -> dict[str, Any]:
     """Returns what the live page shows."""
     load, learning = self.scheduler.load, self.learning
@@ -327,7 +258,6 @@ class Service:
 
   def close(self) -> None:
     """Stops serving, learns from what is left, and saves the draft."""
-    self._is_closed.set()
     self.scheduler.stop()
     if self.learning is not None:
       is_complete = self.learning.close(self.config.shutdown_seconds)
@@ -353,6 +283,13 @@ class Service:
       step_ms = min(greedy.round_ms[0] for greedy, _ in self._plain.values())
       rounds = math.ceil(CALL_MS / step_ms)
       engine.watched_rounds = min(rounds, engine.watched_rounds)
+
+  def _salt(self, text: str) -> int:
+    """Returns the salt of cache entries, 64 bits, for a request's `cache_salt`."""
+    if not text:
+      return 0
+    digest = hashlib.blake2b(text.encode(), key=self._salt_key, digest_size=8)
+    return int.from_bytes(digest.digest(), "big")
 
   def _sources(self) -> list[str]:
     """What names drafted tokens in this pair."""
@@ -382,9 +319,8 @@ class Service:
     """Counts an answer and lets the draft learn from it; on the serving thread."""
     plain = self._plain_seconds(job, done.prefill_ms)
     self.metrics.count(job, done, time.perf_counter(), plain)
-    is_dropped = functools.partial(self.tenants.is_forgotten, job.tenant)
-    if self.learning is not None and job.prompt.learn and not is_dropped():
-      self.learning.add(done, job.tenant.name, is_dropped)
+    if self.learning is not None and job.prompt.learn:
+      self.learning.add(done)
 
   def _learned(
     self, overlap: float, floor: float | None, outcome: Outcome | None

@@ -815,37 +815,19 @@ FAULTS = [
     "entries of the n-gram cache are only hidden by their hash",
     "is_kept & is_own &",
     "is_kept &",
-    f"{NGRAMS} -k owner",
+    f"{NGRAMS} -k salt",
   ),
   Fault(
-    "owners share the places of an n-gram",
-    "for part in (owner[..., 0], owner[..., 1], *tokens):",
+    "salts share the places of an n-gram",
+    "for part in (salt[..., 0], salt[..., 1], *tokens):",
     "for part in tokens:",
-    f"{NGRAMS} -k owner",
+    f"{NGRAMS} -k salt",
   ),
   Fault(
-    "a deleted tenant still finds its entries of the cache",
-    'text = f"{generation} {name}".encode()',
-    "text = name.encode()",
-    f"{SERVING}deletion.py -k cache_entries",
-  ),
-  Fault(
-    "answers of a deleted tenant that wait are learnt from",
-    'if is_dropped() or self._is_old(tag["time"]):',
-    'if self._is_old(tag["time"]):',
-    f"{SERVING}deletion.py -k wait",
-  ),
-  Fault(
-    "a deletion leaves the newest checkpoint as it is",
-    "    if step in self.steps() and step:\n",
-    "    if not step:\n",
-    f"{CHECKPOINTS} -k rewritten",
-  ),
-  Fault(
-    "erased rows take part in the draw",
-    "is_drawn = (ages < size) & is_kept",
-    "is_drawn = ages < size",
-    f"{BUFFER} -k erased",
+    "cache_salt is not given to the engine",
+    "salt = self._salt(ask.cache_salt)",
+    'salt = self._salt("")',
+    f"{SERVING}privacy.py -k other_salt",
   ),
   Fault(
     "checkpoints without answers hold an update's rows",
@@ -874,8 +856,8 @@ FAULTS = [
   ),
   Fault(
     "a request that must not draft is forgotten",
-    "request.sampling.settings(limit, request.speculative, request.owner)",
-    "request.sampling.settings(limit, True, request.owner)",
+    "request.sampling.settings(limit, request.speculative, request.cache_salt)",
+    "request.sampling.settings(limit, True, request.cache_salt)",
     f"{DRAFTING} -k must_not",
   ),
   Fault(
@@ -954,8 +936,8 @@ FAULTS = [
   ),
   Fault(
     "answers with learn = false are written to the journal",
-    "if self.learning is not None and job.prompt.learn and not is_dropped():",
-    "if self.learning is not None and not is_dropped():",
+    "if self.learning is not None and job.prompt.learn:",
+    "if self.learning is not None:",
     f"{SERVING}learning.py -k leave_no_trace",
   ),
   Fault(

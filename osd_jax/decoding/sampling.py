@@ -60,7 +60,7 @@ def make_settings(
   seed: int = 0,
   max_length: int,
   speculative: bool = True,
-  owner: int = 0,
+  cache_salt: int = 0,
 ) -> base.SamplingSettings:
   """The same settings for every row, with checks; see `base.SamplingSettings`.
 
@@ -79,7 +79,7 @@ def make_settings(
     ),
     "seed": (seed, 0 <= seed < 2**32, "in 0..2**32 - 1"),
     "max_length": (max_length, max_length >= 1, ">= 1"),
-    "owner": (owner, 0 <= owner < 2**64, "in 0..2**64 - 1"),
+    "cache_salt": (cache_salt, 0 <= cache_salt < 2**64, "in 0..2**64 - 1"),
   }
   for name, (value, valid, expected) in checks.items():
     if not valid:
@@ -92,7 +92,7 @@ def make_settings(
     # cost a dispatch.
     return np.full((rows,), value, dtype)
 
-  halves: Any = np.asarray(divmod(owner, 2**32), np.uint32)
+  halves: Any = np.asarray(divmod(cache_salt, 2**32), np.uint32)
   return base.SamplingSettings(
     temperature=full(temperature, np.float32),
     top_k=full(top_k, np.int32),
@@ -102,7 +102,7 @@ def make_settings(
     seed=full(seed, np.uint32),
     max_length=full(max_length, np.int32),
     speculative=full(speculative, np.bool_),
-    owner=full(0, np.uint32)[:, None] + halves[None],
+    cache_salt=full(0, np.uint32)[:, None] + halves[None],
   )
 
 

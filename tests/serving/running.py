@@ -6,7 +6,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +86,13 @@ def running(
   pair: Any,
   directory: Path | None = None,
   token: str = "",
-  clock: Callable[[], float] = time.time,
   **changes: Any,
 ):
   """Runs a server; its ports and threads are gone after the block."""
   config = ServeConfig(
     pair=pair, decoding=DECODING, learning=QUICK, shutdown_seconds=20.0
   )
-  service = Service(dataclasses.replace(config, **changes), directory, clock)
+  service = Service(dataclasses.replace(config, **changes), directory)
   listening = socket.create_server(("127.0.0.1", 0))
   server = uvicorn.Server(
     uvicorn.Config(app.make(service, token), log_level="warning", access_log=False)

@@ -165,7 +165,8 @@ class Loop:
     self._rows: list[dict[str, Any]] = []  # logged, but not yet returned by `step`
     self._is_closing = False
     self._memory: Any = None  # a copy of the n-gram cache, for checkpoints
-    self._target = runs.fingerprint(self.pair.named_params["target"])
+    target = self.pair.named_params["target"]
+    self._target = runs.fingerprint(target) if settings.is_live else 0
 
   # --- The beginning ------------------------------------------------------------------
 
@@ -369,7 +370,8 @@ class Loop:
 
   def _save_draft(self, name: str | Path) -> Path | None:
     """Saves the draft in the run directory, if it has weights and they are sound."""
-    if self.directory is None or pairs.adapts_untrained(self.pair):
+    is_frozen = self.settings.is_live and not self.settings.learns
+    if self.directory is None or is_frozen or pairs.adapts_untrained(self.pair):
       return None
     path = self.directory.path / name
     try:
@@ -488,7 +490,8 @@ class Loop:
           f" {row['index']}; restore the file, or set overwrite = True."
         )
       answer = self._answer_of(row)
-      query = streams.Query(row["query"], row["task"], 0, "", "", answer.request.tokens)
+      place, tokens = row["query"], answer.request.tokens
+      query = streams.Query(place, row["task"], 0, "", "", tokens, str(place))
       self._process(answer, query, alone=True)
     engine.submitted = max(engine.submitted, numbers)
     if self.settings.learns:

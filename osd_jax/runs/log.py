@@ -6,6 +6,7 @@ and a file is cut back to the rows that a checkpoint counted. In metrics.jsonl,
 a float that is not finite becomes null, and `nonfinite` lists the names of such fields.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -92,11 +93,23 @@ class MetricsLog(JsonLines):
     super().__init__(path)
     self._events = None if tensorboard is None else _Events(tensorboard)
 
-  def write(self, kind: str, values: Row) -> None:
-    """Appends one row. Arrays and numpy or jax scalars become plain numbers.
+  def write(self, kind: Any, values: Row | None = None) -> None:
+    """Appends one row, of a class of `loop.rows` or of a kind and its values.
 
-    Raises TypeError if a value has no JSON form, and as `append`.
+    Arrays and numpy or jax scalars become plain numbers. A field whose default is None
+    is left out while it is None. Raises TypeError if a value has no JSON form, and as
+    `append`.
     """
+    if values is None:
+      kind, values = (
+        kind.kind,
+        {
+          field.name: value
+          for field in dataclasses.fields(kind)
+          if (value := getattr(kind, field.name)) is not None
+          or field.default is not None
+        },
+      )
     plain, nonfinite = strict(values)
     listed = {"nonfinite": nonfinite} if nonfinite else {}
     self.append({"kind": kind, **plain, **listed})
@@ -223,6 +236,8 @@ def strict(values: Row) -> tuple[dict[str, Any], list[str]]:
     if isinstance(value, float) and not math.isfinite(value):
       nonfinite.append(name)
       return None
+    if dataclasses.is_dataclass(value):
+      value = vars(value)
     if isinstance(value, Mapping):
       return {key: plain(one, f"{name}.{key}") for key, one in value.items()}
     if isinstance(value, list | tuple):

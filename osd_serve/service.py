@@ -131,9 +131,7 @@ class Service:
     metrics: counters and histograms.
   """
 
-  def __init__(
-    self, config: ServeConfig, directory: runs.RunDirectory | None = None
-  ):
+  def __init__(self, config: ServeConfig, directory: runs.RunDirectory | None = None):
     """Loads the pair, restores what was learned, and compiles every call."""
     self.config, started = config, time.perf_counter()
     # Drawn at every start, so that nobody can choose two texts with the same salt.

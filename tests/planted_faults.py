@@ -935,15 +935,22 @@ FAULTS = [
     f"{SERVING}stress.py -k full_queue",
   ),
   Fault(
-    "answers with learn = false are written to the journal",
-    "if self.learning is not None and job.prompt.learn:",
-    "if self.learning is not None:",
+    "answers with learn = false are written to the disk and learned",
+    "return job.prompt.learn and not job.is_cancelled",
+    "return not job.is_cancelled",
     f"{SERVING}learning.py -k leave_no_trace",
   ),
   Fault(
-    "a restarted server forgets the journal",
-    "in journal.read(learner.finished):",
-    "in ():",
+    "the client has its answer before the disk",
+    "    entries = [self._entry(answer) for answer in answers or ()]\n    every",
+    "    self.source.publish(answers or ())\n"
+    "    entries = [self._entry(answer) for answer in answers or ()]\n    every",
+    f"{SERVING}learning.py -k before_its_client",
+  ),
+  Fault(
+    "a restarted server forgets the answers after its checkpoint",
+    "self._process_again(runs.read(self.log.outputs.path))",
+    "self._process_again(iter(()))",
     f"{SERVING}learning.py -k killed",
   ),
   Fault(

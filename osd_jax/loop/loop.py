@@ -56,7 +56,7 @@ class Source(Protocol):
     ...
 
   def is_taught(self, answer: Finished) -> bool:
-    """Whether the draft may learn from an answer. If not, no token of it is kept."""
+    """Returns False if an answer must leave no trace in the draft or on the disk."""
     ...
 
   def publish(self, answers: Sequence[Finished]) -> None:

@@ -100,8 +100,8 @@ def test_killing_one_of_three_replicas_changes_no_output(
   assert outputs(result.path) == alone
   each_once(result.path)
   assert int(learners[0]._buffer.added) == COUNT
-  (message,) = rows_of(result.path, "replica")
-  assert f"its {len(lost)} requests go to other replicas" in message["said"]
+  (message,) = rows_of(result.path, "event")
+  assert f"its {len(lost)} requests go to other replicas" in message["text"]
   versions = [row["draft_version"] for row in rows_of(result.path, "request")]
   assert len(rows_of(result.path, "update")) > 2 and max(versions) > 1
   assert rows_of(result.path, "gate")[0]["name"] == "promoted"

@@ -10,6 +10,7 @@ from typing import Any
 
 from osd_jax.costs.table import Costs
 from osd_jax.loop import account, alarms
+from osd_jax.loop import rows as rows_lib
 from osd_jax.runs import log as log_lib
 from osd_jax.runs.directory import RunDirectory
 
@@ -63,14 +64,15 @@ class Log:
     """
     # Observed before the row is written, so that a request's row holds the verdict that
     # includes it.
-    self._verdict = account.observe(self._verdict, kind, row)
+    entry = rows_lib.KINDS[kind](**row)
+    self._verdict = account.observe(self._verdict, entry)
     if kind == "request" and self._learns:
       row |= self._verdict.fields()
     self._append(kind, row)
-    self._alarms, changes = alarms.observe(self._alarms, kind, row)
+    self._alarms, changes = alarms.observe(self._alarms, entry, finished)
     for alarm in changes:
-      self._append("alarm", {"finished": finished, **alarm})
-      self._announce(alarm["text"])
+      self._append(alarm.kind, vars(alarm))
+      self._announce(alarm.text)
 
   def write_output(self, answer: Mapping[str, Any]) -> None:
     """Logs what `keep_outputs` keeps of an answer, which has `prompt_ids` too."""
@@ -83,7 +85,7 @@ class Log:
   def log_event(self, kind: str, text: str, **fields: Any) -> None:
     """Logs a sentence, and shows it."""
     self._announce(text)
-    self._append(kind, {**fields, "said": text})
+    self._append("event", {"finished": 0, **fields, "name": kind, "text": text})
 
   def read(self) -> Iterator[dict[str, Any]]:
     """Yields the rows of metrics.jsonl."""
@@ -94,11 +96,11 @@ class Log:
 
     Returns the seconds that the run had served when its last row was written.
     """
-    rows = list(self.read())
+    rows = [] if self.rows is None else rows_lib.read(self.rows.path)
     self._alarms = alarms.replay(rows)
     self._verdict = account.verdict(rows)
-    clocks = [row["run_seconds"] for row in rows if row["kind"] == "request"]
-    return max(clocks, default=0.0)
+    requests = rows_lib.of(rows_lib.Request, rows)
+    return max((row.run_seconds for row in requests), default=0.0)
 
   def close(self) -> None:
     """Closes both logs."""
@@ -108,5 +110,5 @@ class Log:
 
   def _append(self, kind: str, row: Mapping[str, Any]) -> None:
     if self.rows is not None:
-      self.rows.write(kind, row)
+      self.rows.write(rows_lib.KINDS[kind](**row))
     self.on_row(kind, row)

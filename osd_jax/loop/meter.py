@@ -114,7 +114,7 @@ class Meter:
     row |= {"metering_ms": 0.0, "metering_beside_ms": 0.0}
     row["metering_beside_ms" if beside else "metering_ms"] = metering_ms
     if answer.stop_reason == base.StopReason.NOT_FINITE:
-      row["certificate"] = dataclasses.asdict(self._certifier.broken())
+      row["certificate"] = self._certifier.broken()
     elif answer.batch is None:
       return row
     elif self.compares(index):
@@ -166,7 +166,7 @@ class Meter:
     }
     if certificate.applies(self._sampling, self._decoding):
       verdict = self._certifier.judge([(plain, answer)], index)
-      row["certificate"] = dataclasses.asdict(verdict)
+      row["certificate"] = verdict
     total_ms = (time.perf_counter() - waiting) * 1e3
     row["compare_ms"] = total_ms - row["update_wait_ms"]
     return row

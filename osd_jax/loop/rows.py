@@ -79,7 +79,7 @@ class Costs(table.Costs, Row):
 class Request(Row):
   """One per answer.
 
-  *floor*: with `OnlineConfig.floor_metering`. *compared*: one of
+  *recorded*: the answer has the target's distributions, as always in osd online. *floor*: with `OnlineConfig.floor_metering`. *compared*: one of
   `OnlineConfig.compare_every` requests, chosen at random. *learning*: with
   `OnlineConfig.learn`. *gate*: while learning, with `LearningConfig.gate`. *judged*:
   while learning, from the first comparison on.
@@ -95,16 +95,21 @@ class Request(Row):
   ]
   source: Annotated[str, Doc("text", "label of its task")]
   overlap: Annotated[
-    float,
+    float | None,
     Doc(
       _SHARE,
       "`distribution_overlap` of the serving draft, before it trains on the request."
       " With `DraftServing.shortlist`, this and the next four fields count only the"
       " tokens of the shortlist",
+      "recorded",
     ),
-  ]
-  overlap_upper: Annotated[float, Doc(_SHARE, "its `distribution_overlap_upper`")]
-  acceptance_rate: Annotated[float, Doc(_SHARE, "its `acceptance_rate`")]
+  ] = None
+  overlap_upper: Annotated[
+    float | None, Doc(_SHARE, "its `distribution_overlap_upper`", "recorded")
+  ] = None
+  acceptance_rate: Annotated[
+    float | None, Doc(_SHARE, "its `acceptance_rate`", "recorded")
+  ] = None
   floor_overlap: Annotated[
     float | None, Doc(_SHARE, "`distribution_overlap` of the frozen draft", "floor")
   ] = None

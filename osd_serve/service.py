@@ -165,11 +165,6 @@ class Service:
     )
     self.scheduler.start(self.loop.step)
 
-  @property
-  def learned(self) -> int:
-    """Answers that the draft has learned from, in all sessions."""
-    return self.server.learner.finished if self.config.learns else 0
-
   def encode(self, text: str | tuple[int, ...], is_chat: bool) -> np.ndarray:
     """Returns the token ids of a prompt or conversation, [n] int32."""
     if isinstance(text, tuple):
@@ -255,7 +250,7 @@ class Service:
       "seconds": time.monotonic(),
       "draft_version": self.server.engine.draft_version,
       "learning": self.config.learns,
-      "learned": self.learned,
+      "learned": self.loop.learned,
       "records_waiting": loop.waiting,
       "learning_failure": loop.failure,
       "num_draft_tokens": self.config.decoding.num_draft_tokens,
@@ -285,7 +280,6 @@ class Service:
         " device: updates run next to serving. Set learn = False or use one device."
       )
     settings = Settings(
-      self.sampling,
       config.learning,
       config.partition,
       learns=config.learns,

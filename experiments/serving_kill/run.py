@@ -249,7 +249,7 @@ class KillTest:
     service = Service(config, runs.RunDirectory(self._run))
     try:
       buffer = service.server.learner.state()[0]["buffer"]
-      counts = service.learned, int(buffer.added)
+      counts = service.loop.learned, int(buffer.added)
       tally.learner_count_off_by = max(abs(count - end) for count in counts)
       tally.buffer_rows_unlike_the_journal = differing(buffer, rows)
     finally:

@@ -89,7 +89,6 @@ class Settings:
       flight are not continued after a restart. Needs `in_background`.
   """
 
-  sampling: SamplingConfig
   learning: LearningConfig
   partition: sharding.PartitionConfig
   learns: bool
@@ -110,7 +109,8 @@ class Loop:
     source: requests in, answers out.
     directory: the run directory; None keeps nothing.
     log: the logs.
-    finished: answers that were measured, learned from and logged, in all sessions.
+    finished: answers that were processed, in all sessions.
+    learned: those that the draft has learned from.
     failure: why a live loop has stopped learning; "" while it goes on.
     dropped: answers that were not learned from because too many were waiting.
   """
@@ -129,7 +129,6 @@ class Loop:
     self.meter = Meter(
       self.pair,
       server.engine.config,
-      settings.sampling,
       settings.floor_every,
       settings.compare_every,
       settings.partition,
@@ -157,7 +156,8 @@ class Loop:
       settings.in_background,
       MAX_PENDING * server.engine.config.rows,
     )
-    self.finished, self.failure, self.dropped = 0, "", 0
+    self.finished = self.learned = self.dropped = 0
+    self.failure = ""
     self._seconds_before = 0.0  # serving time of earlier sessions
     # Requests in flight come after `_answered` >= `finished`: the answers between them
     # wait to be processed.
@@ -188,6 +188,7 @@ class Loop:
       request_of = self.source.restore(host["source"])
       self._restore_server(arrays, host["server"], request_of)
       self.meter.resume(self.server)
+      self.learned = self.server.learner.finished if self.settings.learns else 0
     if self.settings.is_live and self.log.outputs is not None:
       if self._checkpointer is None:
         self._seconds_before = self.log.restore()
@@ -315,6 +316,8 @@ class Loop:
     self._log_decision()
     if name := self.source.draft_name(self.finished):
       self._save_draft(Path("drafts") / name)
+    if self.settings.learns:
+      self.learned = self.server.learner.finished
     return row
 
   def _score_rivals(

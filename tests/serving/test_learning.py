@@ -39,7 +39,7 @@ def same(left, right):
 
 
 def learned(server, count):
-  server.wait_for(lambda service: service.learned == count)
+  server.wait_for(lambda service: service.loop.learned == count)
 
 
 def on_disk(server, work=lambda: None):
@@ -61,7 +61,7 @@ def test_restarted_server_goes_on_with_its_draft(pair, tmp_path):
   adapted = draft(first)
   assert not same(start, adapted)
   with running.running(pair, tmp_path, checkpoint_every=4) as second:
-    assert second.service.learned == 12
+    assert second.service.loop.learned == 12
     assert same(draft(second), adapted)
     version = second.service.server.engine.draft_version
     assert version == second.service.server.learner.version > 0
@@ -82,7 +82,7 @@ def test_killed_server_learns_each_answer_exactly_once(pair, tmp_path):
     learned(live, 12)
   for count in (3, 8, 12):
     with running.running(pair, tmp_path / str(count), checkpoint_every=5) as again:
-      assert again.service.learned == count
+      assert again.service.loop.learned == count
       assert int(again.service.server.learner.state()[0]["buffer"].added) == count
 
 
@@ -151,7 +151,7 @@ def test_answers_of_a_target_with_other_weights_are_not_learnt(pair, tmp_path, e
       pass
   # Negative control: the former target goes on.
   with running.running(pair, tmp_path / "copy", checkpoint_every=every) as again:
-    assert again.service.learned == 3
+    assert again.service.loop.learned == 3
 
 
 def test_answers_that_must_not_be_learnt_leave_no_trace(pair, tmp_path):

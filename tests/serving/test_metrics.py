@@ -171,5 +171,5 @@ def test_waiting_records_are_shown(pair, monkeypatch):
       server.text(text)
     assert server.metrics()["osd:records_waiting{}"] == 3
     busy.set()
-    server.wait_for(lambda service: service.learned == 3)
+    server.wait_for(lambda service: service.loop.learned == 3)
     assert server.metrics()["osd:records_waiting{}"] == 0

@@ -214,7 +214,6 @@ def begin(
     stream = streams.make(config.stream, server.pair.vocabulary)
   is_free = config.learns and config.learning.free_updates
   settings = Settings(
-    sampling,
     config.learning,
     config.partition,
     learns=config.learns,
@@ -241,7 +240,7 @@ def begin(
   compiled, measuring_ms = time.perf_counter(), 0.0
   if not loop.restore():
     with shows("filling the buffer and measuring costs"):
-      measuring_ms = _prepare(config, loop, stream, announce)
+      measuring_ms = _prepare(config, loop, sampling, announce)
   loop.start(
     {
       "loading_ms": (loaded - started) * 1e3,
@@ -255,14 +254,14 @@ def begin(
 def _prepare(
   config: OnlineConfig,
   loop: Loop,
-  stream: streams.Stream,
+  sampling: SamplingConfig,
   announce: Callable[[str], object],
 ) -> float:
   """Logs the data, fills the buffer, and measures costs before the first request.
 
   Returns the milliseconds that measuring costs took.
   """
-  server, log = loop.server, loop.log
+  server, log, stream = loop.server, loop.log, loop.source.stream
   runs.check_space(config, server.state()[0])
   log.write("data", {"tasks": stream.report()}, 0)
   if sibling := server.pair.sibling:
@@ -279,7 +278,6 @@ def _prepare(
   started = time.perf_counter()
   # Other processes would measure other costs, and decide differently by them.
   is_alone = jax.process_count() == 1 and not config.replicas.count
-  sampling = loop.settings.sampling
   first = next(StreamSource(stream, sampling, False).requests(), None)
   if config.measure_costs and is_alone and first is not None:
     bucket = config.decoding.bucket(len(first.tokens))

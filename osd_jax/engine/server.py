@@ -377,7 +377,6 @@ class Server:
     overlap: float | None = None,
     background: bool = False,
     rivals: Mapping[str, float] | None = None,
-    tag: Any = None,
   ) -> Outcome | None:
     """Passes an answer to the learner; swaps in a draft whose update has ended.
 
@@ -387,7 +386,6 @@ class Server:
       background: another thread serves meanwhile, and swaps the draft in at its next
         call.
       rivals: the result of `score_rivals`; None measures it.
-      tag: see `Learner.observe`.
 
     Returns:
       The update that has ended, if there was one. Its draft serves from now on, unless
@@ -403,7 +401,7 @@ class Server:
     mixed = None
     if self.engine.config.cache_tokens and done.drafted:
       mixed = done.accepted / done.drafted
-    outcome = self.learner.observe(done.batch, overlap, mixed, rivals, tag)
+    outcome = self.learner.observe(done.batch, overlap, mixed, rivals)
     return self._publish(outcome, background)
 
   def score_rivals(

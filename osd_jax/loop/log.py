@@ -15,7 +15,7 @@ from osd_jax.runs import log as log_lib
 from osd_jax.runs.directory import RunDirectory
 
 _IDS = ("prompt_ids", "output_ids")
-# Fields that are left out of outputs.jsonl, by what it keeps.
+# `keep_outputs` -> fields of an answer that outputs.jsonl lacks.
 _ABSENT = {"ids": (), "text": _IDS, "numbers": (*_IDS, "prompt", "text")}
 
 

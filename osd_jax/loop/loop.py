@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -56,7 +56,7 @@ class Source(Protocol):
     ...
 
   def is_taught(self, answer: Finished) -> bool:
-    """Whether the draft may learn from an answer. If not, no token of it is kept."""
+    """Returns False if an answer must leave no trace in the draft or on the disk."""
     ...
 
   def publish(self, answers: Sequence[Finished]) -> None:
@@ -89,7 +89,6 @@ class Settings:
       flight are not continued after a restart. Needs `in_background`.
   """
 
-  sampling: SamplingConfig
   learning: LearningConfig
   partition: sharding.PartitionConfig
   learns: bool
@@ -110,7 +109,8 @@ class Loop:
     source: requests in, answers out.
     directory: the run directory; None keeps nothing.
     log: the logs.
-    finished: answers that were measured, learned from and logged, in all sessions.
+    finished: answers that were processed, in all sessions.
+    learned: those that the draft has learned from.
     failure: why a live loop has stopped learning; "" while it goes on.
     dropped: answers that were not learned from because too many were waiting.
   """
@@ -129,7 +129,6 @@ class Loop:
     self.meter = Meter(
       self.pair,
       server.engine.config,
-      settings.sampling,
       settings.floor_every,
       settings.compare_every,
       settings.partition,
@@ -157,7 +156,8 @@ class Loop:
       settings.in_background,
       MAX_PENDING * server.engine.config.rows,
     )
-    self.finished, self.failure, self.dropped = 0, "", 0
+    self.finished = self.learned = self.dropped = 0
+    self.failure = ""
     self._seconds_before = 0.0  # serving time of earlier sessions
     # Requests in flight come after `_answered` >= `finished`: the answers between them
     # wait to be processed.
@@ -165,7 +165,8 @@ class Loop:
     self._rows: list[dict[str, Any]] = []  # logged, but not yet returned by `step`
     self._is_closing = False
     self._memory: Any = None  # a copy of the n-gram cache, for checkpoints
-    self._target = runs.fingerprint(self.pair.named_params["target"])
+    target = self.pair.named_params["target"]
+    self._target = runs.fingerprint(target) if settings.is_live else 0
 
   # --- The beginning ------------------------------------------------------------------
 
@@ -187,6 +188,7 @@ class Loop:
       request_of = self.source.restore(host["source"])
       self._restore_server(arrays, host["server"], request_of)
       self.meter.resume(self.server)
+      self.learned = self.server.learner.finished if self.settings.learns else 0
     if self.settings.is_live and self.log.outputs is not None:
       if self._checkpointer is None:
         self._seconds_before = self.log.restore()
@@ -314,6 +316,8 @@ class Loop:
     self._log_decision()
     if name := self.source.draft_name(self.finished):
       self._save_draft(Path("drafts") / name)
+    if self.settings.learns:
+      self.learned = self.server.learner.finished
     return row
 
   def _score_rivals(
@@ -369,7 +373,8 @@ class Loop:
 
   def _save_draft(self, name: str | Path) -> Path | None:
     """Saves the draft in the run directory, if it has weights and they are sound."""
-    if self.directory is None or pairs.adapts_untrained(self.pair):
+    is_frozen = self.settings.is_live and not self.settings.learns
+    if self.directory is None or is_frozen or pairs.adapts_untrained(self.pair):
       return None
     path = self.directory.path / name
     try:
@@ -488,7 +493,8 @@ class Loop:
           f" {row['index']}; restore the file, or set overwrite = True."
         )
       answer = self._answer_of(row)
-      query = streams.Query(row["query"], row["task"], 0, "", "", answer.request.tokens)
+      place, tokens = row["query"], answer.request.tokens
+      query = streams.Query(place, row["task"], 0, "", "", tokens, str(place))
       self._process(answer, query, alone=True)
     engine.submitted = max(engine.submitted, numbers)
     if self.settings.learns:
@@ -497,7 +503,7 @@ class Loop:
 
   def _answer_of(self, row: dict[str, Any]) -> Finished:
     """Returns an answer of outputs.jsonl, with its records if it may be learned."""
-    decoding, batch = self.server.engine.config, None
+    decoding, batch = self.server.engine.config, cast(Any, None)
     prompt = np.asarray(row.get("prompt_ids", ()), np.int32)
     tokens = np.asarray(row.get("output_ids", [0] * row["tokens"]), np.int32)
     sampling = SamplingConfig(**row.get("sampling", {}))

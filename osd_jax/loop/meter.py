@@ -14,7 +14,7 @@ import numpy as np
 from osd_jax import background, base, certificate, metrics, pairs, sharding
 from osd_jax.data import streams
 from osd_jax.engine import agreement
-from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
+from osd_jax.engine.requests import DecodingConfig, Finished
 from osd_jax.engine.server import Server
 
 
@@ -25,7 +25,6 @@ class Meter:
     self,
     pair: pairs.Pair,
     decoding: DecodingConfig,
-    sampling: SamplingConfig,
     floor_every: int,
     compare_every: int,
     partition: sharding.PartitionConfig,
@@ -39,7 +38,7 @@ class Meter:
     with the floor draft. 0 measures and compares none.
     """
     self._partition = partition
-    self._pair, self._decoding, self._sampling = pair, decoding, sampling
+    self._pair, self._decoding = pair, decoding
     self._floor_every, self._compare_every = floor_every, compare_every
     self._seed = seed
     self._certifier = certificate.Certifier(pair)
@@ -164,7 +163,7 @@ class Meter:
       **_counts(floor, "floor_"),
       "update_wait_ms": wait_ms * share,
     }
-    if certificate.applies(self._sampling, self._decoding):
+    if certificate.applies(answer.request.sampling, self._decoding):
       verdict = self._certifier.judge([(plain, answer)], index)
       row["certificate"] = verdict
     total_ms = (time.perf_counter() - waiting) * 1e3
@@ -227,7 +226,9 @@ class Rivals:
     present = self._floor.engine.shortlist
     if present is not None and present.tolist() != np.asarray(shortlist).tolist():
       self._floor.engine.swap(self._pair.draft_params, 0, shortlist)
-    request = online.request
+    request, length = online.request, len(online.tokens)
+    if request.watch is not None:  # it belongs to a client, who has the answer already
+      request = dataclasses.replace(request, watch=None, max_new_tokens=length)
     # A floor draft that is a cache never changes either: it sees the prompt alone.
     remembers = request.remember and not pairs.adapts_untrained(self._pair)
     unchanged = dataclasses.replace(request, remember=remembers)

@@ -66,7 +66,6 @@ def meter(compare_every, seed=0):
   return meter_lib.Meter(
     tabular_pair.make(),
     config(),
-    engine.SamplingConfig(),
     floor_every=1,
     compare_every=compare_every,
     partition=sharding.PartitionConfig(),

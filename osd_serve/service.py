@@ -43,7 +43,7 @@ from osd_serve.tenants import Tenants
 
 # Several rows, and updates that serving never waits for.
 DECODING = dataclasses.replace(server.DECODING, rows=4)
-LEARNING = dataclasses.replace(server.LEARNING, free_updates=True)
+LEARNING = LearningConfig(free_updates=True)
 PLAIN_SECONDS = 1.0  # for measuring plain steps at the start, without compiling
 CALL_MS = 8.0  # a call that takes this long has no further rounds
 

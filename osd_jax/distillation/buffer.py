@@ -41,7 +41,7 @@ class BufferConfig(base.Config):
   """
 
   capacity: base.Count = 1024
-  recency_half_life: base.Positive | None = None
+  recency_half_life: base.Positive | None = 800.0
   keep_target_states: bool = True
 
 

@@ -602,12 +602,12 @@ class Learner:
     self.serving = self._draft.join(arrays["serving"], self._frozen)
     self._buffer = arrays.get("buffer", self._buffer)
     self.finished, self._since = host["finished"], host["since"]
-    self._schedule = type(self._schedule)(**host["schedule"])
-    self.costs = host["costs"] and Costs.from_json(host["costs"])
+    self._schedule = base.from_json(host["schedule"], type(self._schedule))
+    self.costs = base.from_json(host["costs"], Costs | None)
     self.version = host["version"]
     self._tags.clear()
     self._tags.extend(host["tags"])
-    self.gate = gate_lib.GateState.from_json(host["gate"])
+    self.gate = base.from_json(host["gate"], gate_lib.GateState)
     for name, trained in arrays.get("drafts", {}).items():
       self._drafts[name] = self._draft.join(trained, self._frozen)
     if host["launched"] is not None:

@@ -144,11 +144,11 @@ class LossConfig(base.Config):
       does not see the mass that the draft gives to tokens outside `num_tokens`.
   """
 
-  divergence: Annotated[str, base.OneOf(*DIVERGENCES)] | Divergence = "forward_kl"
-  jsd_beta: Annotated[float, base.Above(0), base.Below(1)] = 0.5
+  divergence: Annotated[str, base.OneOf(*DIVERGENCES)] | Divergence = "jsd"
+  jsd_beta: Annotated[float, base.Above(0), base.Below(1)] = 0.1
   positions: Annotated[str, base.OneOf(*POSITIONS)] = "all"
-  num_positions: base.CountOrZero = 0
-  num_tokens: base.CountOrZero = 0
+  num_positions: base.CountOrZero = 12
+  num_tokens: base.CountOrZero = 256
   num_negatives: base.CountOrZero = 0
 
   @property

@@ -17,6 +17,7 @@ from osd_jax.distillation import (
   buffer,
   gate,
   learner,
+  losses,
   optimizers,
   schedule,
   update,
@@ -25,8 +26,14 @@ from osd_jax.distillation import (
 SOURCE, VOCAB, LENGTH, KEPT, INTERVAL = 5, 8, 6, 4, 3
 SLICES = 8  # slices per update of a learner from `learner_of`
 MODEL = testing.tabular_model(VOCAB)
+PLAIN = optimizers.OptimizerConfig(learning_rate=1e-3, warmup_steps=0)
+WHOLE = losses.LossConfig("forward_kl", num_positions=0, num_tokens=0)
 CONFIG = update.UpdateConfig(
-  optimizer=optimizers.OptimizerConfig(learning_rate=0.05), steps_per_update=2
+  optimizer=optimizers.OptimizerConfig(learning_rate=0.05, warmup_steps=0),
+  loss=WHOLE,
+  steps_per_update=2,
+  num_replay=4,
+  ema_decay=0.0,
 )
 
 
@@ -63,11 +70,16 @@ def learner_of():
   made = []
 
   def make(when=None, ema_decay=0.0, gate=None, **changes):
-    always = {"update_interval": INTERVAL, "pause": False}
+    always = {"update_interval": INTERVAL, "much_to_gain": 0.0}
     config = learner.LearningConfig(
       buffer=buffer.BufferConfig(capacity=16),
       update=update.UpdateConfig(
-        steps_per_update=SLICES, num_new=2, num_replay=2, ema_decay=ema_decay
+        optimizer=PLAIN,
+        loss=WHOLE,
+        steps_per_update=SLICES,
+        num_new=2,
+        num_replay=2,
+        ema_decay=ema_decay,
       ),
       schedule=when or schedule.ScheduleConfig(**always | changes),
       gate=gate,

@@ -325,7 +325,8 @@ def learning(bench: Bench) -> None:
     records=records.from_logits(logits, min(64, config.vocab_size)),
     weight=jnp.ones(rows, jnp.float32),
   )
-  settings = update.UpdateConfig()
+  loss = losses.LossConfig("forward_kl", num_positions=0, num_tokens=0)
+  settings = update.UpdateConfig(loss=loss, length_multiple=0, ema_decay=0.0)
   learner = update.init_learner(settings, params)
 
   def one():

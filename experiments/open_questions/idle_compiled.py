@@ -71,7 +71,13 @@ def cost(machine: str, rows: int, drafted: int, layers: int, program: str) -> Co
   """Compiles one program of two short models."""
   name, _, model = machine.partition("=")
   run = ahead_of_time.config(TARGET, int(model), rows, drafted)
-  trained = update.UpdateConfig(num_new=STEP_ROWS, num_replay=0)
+  trained = update.UpdateConfig(
+    loss=LossConfig("forward_kl", num_positions=0, num_tokens=0),
+    num_new=STEP_ROWS,
+    num_replay=0,
+    length_multiple=0,
+    ema_decay=0.0,
+  )
   learning = dataclasses.replace(run.learning, update=trained)
   run = dataclasses.replace(run, learning=learning)
   made = plan.Plan(run, chips.Topology(name), layers)

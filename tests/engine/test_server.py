@@ -515,9 +515,3 @@ def test_statistics_agree_with_the_answers(pair):
     calls = sum(answer.target_calls for answer in answers)
     assert found.tokens_per_target_call == found.tokens / calls
     assert found.tokens_per_second > 0
-
-
-def test_learning_configs_compare_by_value():
-  assert learner.LearningConfig() == learner.LearningConfig()
-  with pytest.raises(base.InputError, match=r"LearningConfig\.seed: received -1"):
-    learner.LearningConfig(seed=-1)

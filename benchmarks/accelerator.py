@@ -38,7 +38,7 @@ import scripting
 from osd_jax import base
 from osd_jax.decoding import records
 from osd_jax.decoding import state as state_lib
-from osd_jax.distillation import update
+from osd_jax.distillation import losses, update
 from osd_jax.engine import engine, measurement, steps
 from osd_jax.models import families, shapes
 

@@ -108,9 +108,9 @@ def test_lists_become_tuples():
 
 
 def test_scalars_of_numpy_become_python_numbers():
-  made = Config(count=np.int64(2), rate=np.float32(0.5), flag=np.bool_(True))
-  assert (made.count, made.rate, made.flag) == (2, 0.5, True)
-  assert [type(v) for v in (made.count, made.rate, made.flag)] == [int, float, bool]
+  config = Config(count=np.int64(2), rate=np.float32(0.5), flag=np.bool_(True))
+  values = (config.count, config.rate, config.flag)
+  assert values == (2, 0.5, True) and list(map(type, values)) == [int, float, bool]
   with pytest.raises(base.InputError, match="Config.count: received 1.5, expected int"):
     Config(count=np.float32(1.5))
   assert base.is_count(np.uint32(1)) and not base.is_count(np.int32(0))
@@ -217,6 +217,6 @@ def test_fields_read_from_json_make_the_same_config():
   config = learner.LearningConfig(
     schedule=schedule.WorthConfig(horizon=7), gate=gate.GateConfig(0.05)
   )
-  stored = json.loads(json.dumps(dataclasses.asdict(config)))
-  assert base.from_json(stored, learner.LearningConfig) == config
-  assert stored["gate"] == {"error_rate": 0.05}
+  values = json.loads(json.dumps(dataclasses.asdict(config)))
+  assert base.from_json(values, learner.LearningConfig) == config
+  assert values["gate"] == {"error_rate": 0.05}

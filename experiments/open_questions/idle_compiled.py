@@ -34,6 +34,7 @@ import rich.table
 from osd_jax import native
 from osd_jax.costs.table import expected_tokens
 from osd_jax.distillation import update
+from osd_jax.distillation.losses import LossConfig
 from osd_tools import chips, hlo
 from osd_tools.ahead_of_time import plan, programs
 

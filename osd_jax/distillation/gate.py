@@ -167,14 +167,14 @@ class Decision:
 
   def sentence(self) -> str:
     """Returns the decision in words."""
-    said = {
+    text = {
       "promoted": f"trained drafts serve, beginning with version {self.version}",
       "confirmed": f"version {self.version} is the draft to return to",
       "taken_back": f"version {self.version} serves again",
       "floor_returned": "the first draft serves again",
     }[self.name]
     return (
-      f"gate: {said}; {self.answers} answers show that it is better, by"
+      f"gate: {text}; {self.answers} answers show that it is better, by"
       f" {self.gain:.3f} of overlap."
     )
 
@@ -249,7 +249,7 @@ def observe(
 
 
 def _lead(overlap: float | None, serving: float) -> float | None:
-  """Difference to the overlap of the serving draft; None if there is none."""
+  """Returns how far an overlap is above the serving draft's, or None if it is None."""
   if overlap is None:
     return None
   return (overlap if math.isfinite(overlap) else 0.0) - serving

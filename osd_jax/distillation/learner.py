@@ -405,9 +405,9 @@ class Learner:
       weightless = self._with_states(batch).replace(weight=batch.weight * 0)
       self._buffer = self._append(self._buffer, weightless)
     self._buffer = self._erase(self._buffer, np.ones(self._buffer.capacity, bool))
-    (drawn,) = self._draw(1)
+    (sample,) = self._draw(1)
     update_lib.warm_up(
-      self._draft, self.config.update, self.runner.learner, drawn, self._frozen
+      self._draft, self.config.update, self.runner.learner, sample, self._frozen
     )
 
   def forget(self, drops: Callable[[Any], bool]) -> None:

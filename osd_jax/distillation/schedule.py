@@ -313,8 +313,8 @@ class WorthState(_State):
     if self.mixed <= self.now or self.now >= 1:
       return overlap
     # Of the draft's gap, the cache leaves this share open.
-    left = (1 - self.mixed) / (1 - self.now)
-    return max(1 - (1 - overlap) * left, 0.0)
+    open_share = (1 - self.mixed) / (1 - self.now)
+    return max(1 - (1 - overlap) * open_share, 0.0)
 
   @property
   def assumed_gain(self) -> float:
@@ -466,15 +466,15 @@ def _may_probe(config: WorthConfig, costs: Costs, state: WorthState) -> bool:
 
 def _probe(state: WorthState) -> WorthState:
   """Begins an episode out of a pause, with the last requests as its start."""
-  seen = state.recent[-NOW:]
-  served = (len(seen), _mean(seen))
+  recent = state.recent[-NOW:]
+  served = (len(recent), _mean(recent))
   return dataclasses.replace(
     state,
     paused=False,
     probing=True,
     versions=(served,),
     start=served,
-    changed=state.finished - len(seen),
+    changed=state.finished - len(recent),
   )
 
 

@@ -236,5 +236,5 @@ def test_shares_of_lost_trials_never_exceed_the_whole():
 
 def test_state_survives_json():
   _, state = serve(np.random.default_rng(5).normal(0.1, 0.1, 50))
-  stored = json.loads(json.dumps(dataclasses.asdict(state)))
-  assert base.from_json(stored, gate.GateState) == state
+  values = json.loads(json.dumps(dataclasses.asdict(state)))
+  assert base.from_json(values, gate.GateState) == state

@@ -83,8 +83,8 @@ def test_optimizer_uses_the_learning_rate_of_its_schedule():
     "sgd", 1.0, clip_norm=None, warmup_steps=0, schedule="linear", total_steps=4
   )
   optimizer, params = optimizers.make_optimizer(config), {"w": jnp.ones(1)}
-  state, seen = optimizer.init(params), []
+  state, rates = optimizer.init(params), []
   for _ in range(5):
     changes, state = optimizer.update({"w": jnp.ones(1)}, state, params)
-    seen.append(-float(changes["w"][0]))
-  np.testing.assert_allclose(seen, [1.0, 0.75, 0.5, 0.25, 0.0], atol=1e-6)
+    rates.append(-float(changes["w"][0]))
+  np.testing.assert_allclose(rates, [1.0, 0.75, 0.5, 0.25, 0.0], atol=1e-6)

@@ -56,8 +56,8 @@ def test_possible_gain_depends_on_the_last_requests_only():
 
 def test_state_restored_from_json_continues_identically():
   overlaps = np.random.default_rng(5).uniform(size=200)
-  stored = json.loads(json.dumps(asdict(run(CONFIG, overlaps[:120])[0])))
-  restored = base.from_json(stored, schedule.ScheduleState)
+  values = json.loads(json.dumps(asdict(run(CONFIG, overlaps[:120])[0])))
+  restored = base.from_json(values, schedule.ScheduleState)
   for overlap in overlaps[120:]:
     restored, _ = observe(CONFIG, restored, overlap)
   assert restored == run(CONFIG, overlaps)[0]

@@ -156,15 +156,15 @@ def test_sgd_step_is_the_gradient_of_the_loss():
 
 def test_source_padding_is_masked():
   batch = batch_of(2)
-  seen = []
+  results = []
 
   def score(params, source, mask, target):
-    seen.append((np.asarray(source), np.asarray(mask)))
+    results.append((np.asarray(source), np.asarray(mask)))
     return jnp.zeros((*target.shape, VOCAB))
 
   params = _init(jax.random.key(0))
   update.loss_and_grad(model_with(score), config_of(), params, batch)
-  source, mask = seen[0]
+  source, mask = results[0]
   assert (mask == (source != 0)).all() and not mask.all()
 
 
@@ -220,12 +220,12 @@ def test_version_increases_unless_all_slices_are_skipped():
 def test_slices_keep_only_the_newest_state_alive():
   """Keeping the parameters and moments of all slices would take much memory."""
   config, buffer = config_of(steps_per_update=4), filled_buffer()
-  learner, seen = learner_of(config), []
+  learner, results = learner_of(config), []
   batches = update.draw_update(config, BUFFER_CONFIG, buffer, jax.random.key(5), 2, 4)
   for state, _ in update.slices(MODEL, config, learner, batches):
-    seen.append(weakref.ref(state))
-    assert [ref() is None for ref in seen[:-1]] == [True] * (len(seen) - 1)
-  assert len(seen) == 4
+    results.append(weakref.ref(state))
+    assert [ref() is None for ref in results[:-1]] == [True] * (len(results) - 1)
+  assert len(results) == 4
 
 
 def test_single_slices_equal_the_update_bit_by_bit():

@@ -38,7 +38,7 @@ from osd_serve.scheduler import (
 
 # Several rows, and updates that serving never waits for.
 DECODING = dataclasses.replace(server.DECODING, rows=4)
-LEARNING = dataclasses.replace(server.LEARNING, free_updates=True)
+LEARNING = LearningConfig(free_updates=True)
 PLAIN_SECONDS = 1.0  # for measuring plain steps at the start, without compiling
 FLOOR_EVERY = 4  # one of so many answers is measured with the first draft, too
 CALL_MS = 8.0  # a call that takes this long has no further rounds

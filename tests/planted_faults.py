@@ -116,21 +116,23 @@ FAULTS = [
     LEARNER,
   ),
   Fault(
-    "a pause stores the level of the newer window only",
-    "_paused_at(state, _mean(older + newer))",
-    "_paused_at(state, _mean(newer) + 0.0)",
+    "an interval is counted from the start of the run",
+    "    is_due = state.finished - state.last_update >= self.update_interval\n"
+    "    if not is_due or not request.slices:",
+    "    is_due = state.finished >= self.update_interval\n"
+    "    if not is_due or not request.slices:",
     SCHEDULE,
   ),
   Fault(
-    "a resumption is not recorded as a change",
-    "paused=False, flat=0, changed=state.finished)",
-    "paused=False, flat=0)",
+    "a shift compares the last requests with a window that contains them",
+    "  newer, earlier = overlaps[-SHORT:], overlaps[:-SHORT]",
+    "  newer, earlier = overlaps[-SHORT:], overlaps",
     SCHEDULE,
   ),
   Fault(
-    "the schedule decides before a full window after a change",
-    "len(newer) == WINDOW and state.finished - state.changed >= WINDOW",
-    "len(newer) == WINDOW",
+    "a shift needs no past",
+    "if len(earlier) >= SHORT else 0.0",
+    "if len(earlier) else 0.0",
     SCHEDULE,
   ),
   Fault(
@@ -728,9 +730,9 @@ FAULTS = [
     UPDATE,
   ),
   Fault(
-    "the gap uses all recent requests instead of a window",
-    "    gap = 1.0 - state.mean(RESUME_WINDOW)",
-    "    gap = 1.0 - _mean(state.recent)",
+    "the history of a schedule is longer than its window",
+    "state, finished=state.finished + 1, recent=recent[-SHORT:]",
+    "state, finished=state.finished + 1, recent=recent[-5 * SHORT :]",
     SCHEDULE,
   ),
   Fault(

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import rich.console
 
-from osd_jax import assets, base, gguf_files, pairs, runs
+from osd_jax import assets, base, formats, pairs, runs
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import weights
-from osd_jax.models.convert import folders, hugging_face, t5x
+from osd_jax.models.convert import folders, hugging_face
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import T5Config
 
@@ -85,13 +85,13 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
 
 _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {
   _HUGGING_FACE: lambda config, source: hugging_face.read(source, as_stored=True),
-  _T5X: lambda config, source: t5x.read(source, _shape(config)),
+  _T5X: lambda config, source: formats.tool(_T5X).read(source, _shape(config)),
   _OSD: lambda config, source: weights.load(source, as_stored=True),
 }
 
 
 def _kind_of(source: Path) -> str:
-  if gguf_files.is_gguf(source):
+  if formats.reader_of(source):
     return _HUGGING_FACE
   if source.is_file():
     return _OSD

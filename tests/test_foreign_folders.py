@@ -195,18 +195,14 @@ def qwen2_folder(tmp_path):
 
 def test_vocab_and_merges_of_qwen2_are_read(qwen2_folder):
   vocabulary = Vocabulary.load(qwen2_folder)
-  assert vocabulary.eos_ids == (vocabulary.size - 1,) and vocabulary.prefix == ()
+  assert vocabulary.decode([*vocabulary.encode("x"), vocabulary.eos_ids[0], 5]) == "x"
+  assert vocabulary.prefix == ()
   for text in QWEN2_TEXTS:
     assert vocabulary.decode(vocabulary.encode_with_eos(text)) == text
   assert len(vocabulary.encode("42")) == 2, "Qwen2 splits numbers into digits"
   assert len(vocabulary.encode("singers")) < len("singers")
-  path = qwen2_folder / "tokenizer_config.json"
-  path.write_text(path.read_text().replace("Qwen2Tokenizer", "GPT2Tokenizer"))
-  with pytest.raises(base.InputError, match="only if .* names Qwen2Tokenizer"):
-    Vocabulary.load(qwen2_folder)
-  path.write_text(path.read_text().replace("GPT2Tokenizer", "Qwen2Tokenizer"))
   (qwen2_folder / "merges.txt").unlink()
-  with pytest.raises(base.InputError, match="vocab.json .* no merges.txt next to it"):
+  with pytest.raises(base.InputError, match="vocab.json is not a tokenizer .*merges"):
     Vocabulary.load(qwen2_folder)
 
 
@@ -236,10 +232,7 @@ def test_vocabulary_of_a_byt5_are_the_bytes(tmp_path):
   (tmp_path / "config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
   vocabulary = Vocabulary.load(tmp_path)
   assert (vocabulary.size, vocabulary.extra_ids) == (384, 125)
-  assert not vocabulary.is_causal and vocabulary.pieces[258:260] == [
-    "<0xFF>",
-    "<extra_id_0>",
-  ]
+  assert not vocabulary.is_causal and vocabulary.pieces[259] == "<extra_id_0>"
   for text in BYTE_TEXTS:
     assert vocabulary.decode(vocabulary.encode_with_eos(text)) == text
   assert vocabulary.decode(vocabulary.encode("a\u00eb")[:-1]) == "a"

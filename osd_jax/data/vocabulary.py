@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax import base, gguf_files
+from osd_jax import base, formats
 from osd_jax.base import EOS_ID, PAD_ID
 from osd_jax.data import chat, tokenizers
 
@@ -30,6 +30,7 @@ _ENDS = ("generation_config.json", "config.json")
 # model leaves to the code of transformers.
 _TOKENIZERS = (_T5_MODEL, _JSON, _MODEL, _VOCAB)
 _BYTES = "ByT5Tokenizer"  # in the settings of a model that reads bytes
+_T5_KINDS = ("t5", "mt5", "byt5")  # beginnings of types of models and tokenizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +207,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
   unigram models it encodes to the same ids.
   """
   path = pathlib.Path(vocabulary.path)
-  if isinstance(vocabulary.processor, tokenizers.BytesProcessor):
+  if path.name in (_SETTINGS, _ENDS[1]):
     settings = {"tokenizer_class": _BYTES, "extra_ids": vocabulary.extra_ids}
     return {_SETTINGS: (json.dumps(settings, indent=2) + "\n").encode()}
   if vocabulary.is_causal or path.name == _JSON:
@@ -243,8 +244,7 @@ def stated_extra_ids(vocabulary: Vocabulary) -> int | None:
 
 def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
   """Returns the file of the tokenizer in a folder; other paths are returned."""
-  if gguf_files.is_gguf(path):
-    path = gguf_files.folder_of(path)
+  path = formats.folder_of(path)
   if not path.is_dir():
     return path
   found = [path / name for name in _TOKENIZERS if (path / name).exists()]
@@ -271,25 +271,19 @@ def _build(
   if path.suffix != ".json" and path.name != _MODEL:
     return _t5_from_sentencepiece(path, model, extra_ids)
   settings = _settings(path, others[:2])
-  if _is_of_bytes(path, model):
-    added = settings.get("added_tokens_decoder", {}).values()
-    count = sum("<extra_id_" in one["content"] for one in added)
-    count = count or settings.get("extra_ids", 125)
-    processor = tokenizers.BytesProcessor(count)
-    read = tokenizers.Tokenizer(processor, eos_id=EOS_ID, pad_id=PAD_ID)
-    return _t5_from_json(path, f"bytes, {count} sentinels".encode(), read, extra_ids)
   documents = [
     _object(data, path.with_name(name))
     for name, data in zip(_ENDS, others[2:4], strict=True)
   ]
   merges = b"".join(others[4:])
   if path.suffix == ".json":
-    kinds = (documents[-1].get("model_type"), settings.get("tokenizer_class"))
-    is_t5 = any(str(kind).lower().startswith(("t5", "mt5")) for kind in kinds)
+    kinds = [documents[-1].get("model_type")]
+    kinds += [fields.get("tokenizer_class") for fields in (settings, documents[-1])]
+    is_t5 = any(str(kind).lower().startswith(_T5_KINDS) for kind in kinds)
     # A T5's special tokens are its sentinels, which its spiece.model decodes as well.
-    read = tokenizers.read_json(path, model, merges, settings, keep_special=is_t5)
+    read = tokenizers.read_folder(path, keep_special=is_t5)
     if is_t5:
-      return _t5_from_json(path, model, read, extra_ids)
+      return _t5_from_folder(path, model, read, extra_ids)
   else:
     read = tokenizers.read_sentencepiece(path, model, settings)
   if extra_ids:
@@ -337,7 +331,7 @@ def _t5_from_sentencepiece(
   return Vocabulary(fingerprint, size, str(path), extra_ids, processor)
 
 
-def _t5_from_json(
+def _t5_from_folder(
   path: pathlib.Path, model: bytes, read: tokenizers.Tokenizer, extra_ids: int
 ) -> Vocabulary:
   """Makes the vocabulary of a T5 that transformers saved without spiece.model."""

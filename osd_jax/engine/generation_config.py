@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from osd_jax import base, gguf_files, pairs
+from osd_jax import base, formats, pairs
 from osd_jax.engine.requests import OwnSampling, SamplingConfig
 from osd_jax.models.convert import folders
 
@@ -122,20 +122,16 @@ def read(path: str | Path) -> SamplingConfig:
 
 
 def _fields(path: Path) -> tuple[dict[str, Any], Path]:
-  """The fields that are not null, and the file that states them."""
-  if gguf_files.is_gguf(path):
-    fields, file = folders.read_json(gguf_files.folder_of(path) / FILE), path
-    if "do_sample" not in fields:
-      raise base.InputError(
-        f"OwnSampling: {path} has no general.sampling fields, expected some in the"
-        " metadata of a GGUF file; give a SamplingConfig instead."
-      )
-  else:
-    file = (path.parent if path.is_file() else path) / FILE
-    if not file.is_file():
-      raise base.InputError(
-        f"OwnSampling: {file.parent} has no {FILE}, expected the file in which a model"
-        " of transformers states its sampling; give a SamplingConfig instead."
-      )
-    fields = folders.read_json(file)
+  """The fields that are not null, and the file to name in errors."""
+  folder = formats.folder_of(path)
+  is_folder = folder == path
+  folder = folder.parent if folder.is_file() else folder
+  file = folder / FILE if is_folder else path
+  if not (folder / FILE).is_file():
+    raise base.InputError(
+      f"OwnSampling: {path} has no {FILE}, expected the file in which a model of"
+      " transformers states its sampling (general.sampling in a GGUF file); give a"
+      " SamplingConfig instead."
+    )
+  fields = folders.read_json(folder / FILE)
   return {name: value for name, value in fields.items() if value is not None}, file

@@ -4,14 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from osd_jax import base, gguf_files
+from osd_jax import base, formats
 from osd_jax.models.tensors import Tensors, of_safetensors, parse_json
 
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 
 
-def open_folder(folder: Path) -> Tensors:
-  """Opens the tensors of a Hugging Face folder: `model.safetensors`, or its shards."""
+def open_tensors(folder: Path) -> Tensors:
+  """Opens the tensors of a model: `model.safetensors` of a folder, or its shards.
+
+  A file that `formats` can read is opened like a folder.
+  """
+  if reader := formats.reader_of(folder):
+    return reader.open_tensors(folder)
   if (folder / _SAFETENSORS).exists():
     return of_safetensors(folder / _SAFETENSORS)[0]
   index = folder / f"{_SAFETENSORS}.index.json"
@@ -44,8 +49,8 @@ def _advice(folder: Path) -> str:
 
 
 def holds_model(path: Path) -> bool:
-  """Whether a path is a folder, or a GGUF file, which is read like one."""
-  return path.is_dir() or gguf_files.is_gguf(path)
+  """Whether a path is a folder, or a file that `formats` reads like one."""
+  return path.is_dir() or formats.reader_of(path) is not None
 
 
 def kind_of(folder: Path) -> str:

@@ -18,11 +18,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from osd_jax import base, gguf_files
+from osd_jax import base, formats
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models import weights as weights_lib
 from osd_jax.models.convert import llama, t5, t5gemma
-from osd_jax.models.convert.folders import check_field, open_folder, read_json
+from osd_jax.models.convert.folders import check_field, open_tensors, read_json
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import LlamaConfig, T5Config, T5GemmaConfig
 from osd_jax.models.tensors import Tensors
@@ -66,7 +66,7 @@ def _without_nulls(config: Any) -> Any:
 
 
 def shape_of(folder: str | Path) -> ModelConfig:
-  """The shape in a folder's config.json, or in a GGUF file; reads no weights."""
+  """The shape in a folder's config.json, or in another model file; reads no weights."""
   return config_from(_fields(Path(folder)))
 
 
@@ -83,9 +83,10 @@ def config_to(config: ModelConfig) -> dict[str, Any]:
 
 
 def read(folder: str | Path, as_stored: bool = False) -> Weights:
-  """Reads a model folder that transformers wrote, or a GGUF file, tensor by tensor.
+  """Reads a model folder that transformers wrote, tensor by tensor.
 
   The folder contains `config.json`, and `model.safetensors` in one file or in shards.
+  A file that `formats` can read is read like a folder.
 
   Returns:
     Weights in float32, or as they are stored (see `tensors.read_params`), without the
@@ -98,9 +99,7 @@ def read(folder: str | Path, as_stored: bool = False) -> Weights:
   config, tensors, names = _named(folder)
   turn = functools.partial(_oriented, _FAMILIES[type(config)])
   params = tensors_lib.read_params(tensors, names, turn, as_stored)
-  kind = "GGUF file" if gguf_files.is_gguf(folder) else "Hugging Face folder"
-  notes = f"converted from the {kind} {folder.name}"
-  return Weights(config, params, notes=notes)
+  return Weights(config, params, notes=f"converted from {folder.name}")
 
 
 def bfloat16_of(folder: str | Path) -> frozenset[str]:
@@ -114,7 +113,7 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
   fields = _fields(folder)
   config = config_from(fields)
   family = _FAMILIES[type(config)]
-  tensors = _text_tensors(_opened(folder))
+  tensors = _text_tensors(open_tensors(folder))
   expected = weights_lib.expected_shapes(config)
   names = {path: family.tensor_name(path, config) for path in expected}
   # A file may hold a model without its head, whose names lack a prefix.
@@ -156,18 +155,6 @@ def _text_tensors(tensors: Tensors) -> Tensors:
     lambda name: tensors.read(names[name]),
     lambda name: tensors.place(names[name]),
     frozenset(ours for ours, theirs in names.items() if theirs in tensors.short),
-  )
-
-
-def _opened(path: Path) -> Tensors:
-  if not gguf_files.is_gguf(path):
-    return open_folder(path)
-  places = gguf_files.tensors_of(path)
-  return Tensors(
-    {name: place.shape for name, place in places.items()},
-    lambda name: gguf_files.read(path, name, places[name]),
-    lambda name: path,
-    frozenset(name for name, place in places.items() if gguf_files.is_short(place)),
   )
 
 
@@ -273,8 +260,7 @@ def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
 
 def _fields(folder: Path) -> dict[str, Any]:
   """The fields of config.json, with the eos_token_id of generation_config.json."""
-  if gguf_files.is_gguf(folder):
-    folder = gguf_files.folder_of(folder)
+  folder = formats.folder_of(folder)
   fields = read_json(folder / "config.json")
   if (folder / "generation_config.json").exists():
     ends = read_json(folder / "generation_config.json").get("eos_token_id")

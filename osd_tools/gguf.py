@@ -26,10 +26,10 @@ import ml_dtypes
 import numpy as np
 
 from osd_jax import base
+from osd_jax.models.tensors import Tensors
 
 CACHE = "~/.cache/osd_jax/gguf"
-_VERSION = 2  # of the files in the cache
-_MAGIC = b"GGUF"
+_VERSION = 4  # of the files in the cache
 _TENSORS = "tensors.json"
 _CHUNK = 2**18  # elements that are dequantised at a time
 
@@ -110,7 +110,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class Place:
   """Where a tensor is in a file."""
 
   kind: str  # name of its type, such as "Q4_K"
@@ -121,14 +121,6 @@ class Tensor:
   heads: int = 0
   # Subtracted from the stored values; 1 for the norms of a Gemma.
   offset: float = 0.0
-
-
-def is_gguf(path: Path) -> bool:
-  """Whether a path is a GGUF file, or is named like one."""
-  if not path.is_file() or path.suffix == ".gguf":
-    return path.is_file()
-  with path.open("rb") as file:
-    return file.read(len(_MAGIC)) == _MAGIC
 
 
 def folder_of(path: Path) -> Path:
@@ -155,26 +147,31 @@ def folder_of(path: Path) -> Path:
   return cache / name
 
 
-def tensors_of(path: Path) -> dict[str, Tensor]:
-  """The tensors of a file, by their names in transformers; see `folder_of`."""
+def open_tensors(path: Path) -> Tensors:
+  """Opens the tensors of a file, by their names in transformers.
+
+  Float32 is read unchanged, float16 as float32, and everything else as bfloat16.
+  Reading raises InputError if the file ends inside the tensor.
+  """
   stored = json.loads((folder_of(path) / _TENSORS).read_text())
-  return {
-    name: Tensor(**{**fields, "shape": tuple(fields["shape"])})
+  places = {
+    name: Place(**{**fields, "shape": tuple(fields["shape"])})
     for name, fields in stored.items()
   }
+  return Tensors(
+    {name: place.shape for name, place in places.items()},
+    lambda name: _read(path, name, places[name]),
+    lambda name: path,
+    frozenset(name for name, place in places.items() if _is_short(place)),
+  )
 
 
-def is_short(tensor: Tensor) -> bool:
-  """Whether `read` returns a tensor in bfloat16."""
+def _is_short(tensor: Place) -> bool:
   return tensor.kind not in ("F32", "F16")
 
 
-def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
-  """Reads a tensor: float32 as it is, float16 in float32, any other in bfloat16.
-
-  A file that ends inside the tensor is an InputError.
-  """
-  dtype = np.dtype(ml_dtypes.bfloat16 if is_short(tensor) else np.float32)
+def _read(path: Path, name: str, tensor: Place) -> np.ndarray:
+  dtype = np.dtype(ml_dtypes.bfloat16 if _is_short(tensor) else np.float32)
   count = int(np.prod(tensor.shape))
   # An mmap of its own: its pages are returned to the system with the tensor.
   found = np.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype, count)
@@ -253,6 +250,8 @@ def _files(path: Path) -> dict[str, bytes]:
   by_name = {tensor.name: tensor for tensor in tensors}
   config = _config(metadata, architecture, by_name)
   files: dict[str, Any] = {"config.json": config, **_tokenizer(metadata)}
+  if sampling := _sampling(metadata):
+    files["generation_config.json"] = sampling
   files[_TENSORS] = _places(path, by_name, config)
   return {
     name: content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -295,7 +294,10 @@ def _check_kinds(path: Path, tensors: list[Any]) -> None:
 def _config(
   metadata: _Metadata, architecture: str, tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-  path, ends = metadata.path, metadata.required("tokenizer.ggml.eos_token_id")
+  path = metadata.path
+  ends = [metadata.required("tokenizer.ggml.eos_token_id")]
+  if (turn := metadata.get("tokenizer.ggml.eot_token_id")) is not None:
+    ends.append(turn)
   fields = {
     name: metadata.required(f"{architecture}.{key}") for name, key in _FIELDS.items()
   }
@@ -327,7 +329,7 @@ def _config(
     else len(metadata.required("tokenizer.ggml.tokens")),
     "tie_word_embeddings": "output.weight" not in tensors,
     "attention_bias": "blk.0.attn_q.bias" in tensors,
-    "eos_token_id": ends,
+    "eos_token_id": list(dict.fromkeys(ends)),
   }
 
 
@@ -355,7 +357,7 @@ def _rope_scaling(
 def _places(
   path: Path, tensors: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The fields of `Tensor` of all tensors, by their names in transformers."""
+  """The fields of `Place` of all tensors, by their names in transformers."""
   heads, is_gemma = config["num_attention_heads"], "gemma" in config["model_type"]
   names = _GEMMA_NAMES if is_gemma else _LAYER_NAMES
   rotated = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
@@ -375,7 +377,7 @@ def _places(
         path, "tensor", name, "the tensors of a dense Llama, Qwen or Gemma"
       )
     found[given] = dataclasses.asdict(
-      Tensor(
+      Place(
         tensor.tensor_type.name,
         tuple(int(size) for size in reversed(tensor.shape)),
         int(tensor.data_offset),
@@ -398,6 +400,8 @@ def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
     expected = " or ".join(map(repr, _TOKENIZERS))
     raise _refused(metadata.path, "tokenizer.ggml.model", model, expected)
   settings = {
+    # Not that of the model type, which would replace the rules in tokenizer.json.
+    "tokenizer_class": "PreTrainedTokenizerFast",
     "add_bos_token": begins is not None,
     "chat_template": metadata.get("tokenizer.chat_template"),
     "added_tokens_decoder": {
@@ -413,16 +417,9 @@ def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
   ):
     if (token := get(f"{key}_token_id")) is not None:
       settings[name] = tokens[token]
-  ends = [
-    token for key in ("eos", "eot") if (token := get(f"{key}_token_id")) is not None
-  ]
   return {
     **make(metadata, tokens, kinds, begins),
     "tokenizer_config.json": settings,
-    "generation_config.json": {
-      "eos_token_id": list(dict.fromkeys(ends)),
-      **_sampling(metadata),
-    },
   }
 
 

@@ -344,6 +344,8 @@ def _t5_from_folder(
       f"Vocabulary.extra_ids: received {extra_ids}, but {path} holds {count} sentinels;"
       " expected that number, or 0."
     )
+  if _is_of_bytes(path, model):  # settings, of which only this number matters
+    model = f"bytes, {count} sentinels".encode()
   fingerprint = hashlib.sha256(model).hexdigest()
   return Vocabulary(fingerprint, size, str(path), count, read.processor)
 

@@ -4,11 +4,11 @@ import dataclasses
 from typing import Annotated, ClassVar
 
 from osd_jax import base, native
-from osd_jax.models import layers
 
+ACTIVATIONS = ("relu", "gelu", "silu", "linear")  # `layers` computes them
 ComputeType = Annotated[str, base.OneOf("float32", "bfloat16", "float64")]
 Activations = Annotated[
-  tuple[Annotated[str, base.OneOf(*layers.ACTIVATIONS)], ...],
+  tuple[Annotated[str, base.OneOf(*ACTIVATIONS)], ...],
   base.NonEmpty("at least one name"),
 ]
 

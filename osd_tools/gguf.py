@@ -7,7 +7,7 @@ folder, which are kept in a cache, so that everything else reads them as usual:
                   tokenizer.json or tokenizer.model
                -> tensors.json: where each tensor is, by its name in transformers
 
-Tensors are read from the file itself, dequantised one at a time.
+Tensors are read from the file itself, dequantized one at a time.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from osd_jax.models.tensors import Tensors
 CACHE = "~/.cache/osd_jax/gguf"
 _VERSION = 4  # of the files in the cache
 _TENSORS = "tensors.json"
-_CHUNK = 2**18  # elements that are dequantised at a time
+_CHUNK = 2**18  # elements that are dequantized at a time
 
 # The model types of transformers, by architecture.
 ARCHITECTURES = {
@@ -137,13 +137,13 @@ def folder_of(path: Path) -> Path:
   if not (cache / name).is_dir():
     files = _files(path)
     cache.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=cache))
+    folder = Path(tempfile.mkdtemp(dir=cache))
     for file, content in files.items():
-      (made / file).write_bytes(content)
+      (folder / file).write_bytes(content)
     try:
-      os.replace(made, cache / name)
+      os.replace(folder, cache / name)
     except OSError:  # another process was faster
-      shutil.rmtree(made)
+      shutil.rmtree(folder)
   return cache / name
 
 
@@ -153,10 +153,10 @@ def open_tensors(path: Path) -> Tensors:
   Float32 is read unchanged, float16 as float32, and everything else as bfloat16.
   Reading raises InputError if the file ends inside the tensor.
   """
-  stored = json.loads((folder_of(path) / _TENSORS).read_text())
+  fields_of = json.loads((folder_of(path) / _TENSORS).read_text())
   places = {
     name: Place(**{**fields, "shape": tuple(fields["shape"])})
-    for name, fields in stored.items()
+    for name, fields in fields_of.items()
   }
   return Tensors(
     {name: place.shape for name, place in places.items()},
@@ -174,8 +174,8 @@ def _read(path: Path, name: str, tensor: Place) -> np.ndarray:
   dtype = np.dtype(ml_dtypes.bfloat16 if _is_short(tensor) else np.float32)
   count = int(np.prod(tensor.shape))
   # An mmap of its own: its pages are returned to the system with the tensor.
-  found = np.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype, count)
-  values = found.reshape(-1, tensor.shape[-1])
+  flat = np.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype, count)
+  values = flat.reshape(-1, tensor.shape[-1])
   row = tensor.size // len(values)  # bytes
   step = max(1, _CHUNK // tensor.shape[-1])
   with path.open("rb") as file:
@@ -185,14 +185,14 @@ def _read(path: Path, name: str, tensor: Place) -> np.ndarray:
       data = file.read(row * len(part))
       if len(data) < row * len(part):
         raise _damaged(path, f"it ends inside tensor {name}")
-      part[...] = _dequantised(np.frombuffer(data, np.uint8), row, tensor.kind)
+      part[...] = _dequantized(np.frombuffer(data, np.uint8), row, tensor.kind)
   if tensor.offset:
-    np.subtract(found, dtype.type(tensor.offset), out=found)
-  values = found.reshape(tensor.shape)
+    np.subtract(flat, dtype.type(tensor.offset), out=flat)
+  values = flat.reshape(tensor.shape)
   return _in_halves(values, tensor.heads) if tensor.heads else values
 
 
-def _dequantised(data: np.ndarray, row: int, kind: str) -> np.ndarray:
+def _dequantized(data: np.ndarray, row: int, kind: str) -> np.ndarray:
   if kind == "BF16":
     return data.view(ml_dtypes.bfloat16).reshape(-1, row // 2)
   with base.extra("gguf", "weights: a tensor"):
@@ -278,7 +278,7 @@ class _Metadata:
 
 
 def _check_kinds(path: Path, tensors: list[Any]) -> None:
-  """Checks that every type of tensor can be dequantised, before any is read."""
+  """Checks that every type of tensor can be dequantized, before any is read."""
   from gguf.constants import GGML_QUANT_SIZES
   from gguf.quants import dequantize
 
@@ -361,7 +361,7 @@ def _places(
   heads, is_gemma = config["num_attention_heads"], "gemma" in config["model_type"]
   names = _GEMMA_NAMES if is_gemma else _LAYER_NAMES
   rotated = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
-  found = {}
+  places = {}
   for name, tensor in tensors.items():
     if name == _ROPE:
       continue
@@ -369,14 +369,14 @@ def _places(
     whole = re.fullmatch(r"(\w+)\.(weight|bias)", name)
     part = of_layer[2] if of_layer else whole[1] if whole else ""
     if of_layer and part in names:
-      given = f"model.layers.{of_layer[1]}.{names[part]}.{of_layer[3]}"
+      target = f"model.layers.{of_layer[1]}.{names[part]}.{of_layer[3]}"
     elif whole and part in _NAMES:
-      given = f"{_NAMES[part]}.{whole[2]}"
+      target = f"{_NAMES[part]}.{whole[2]}"
     else:
       raise _refused(
         path, "tensor", name, "the tensors of a dense Llama, Qwen or Gemma"
       )
-    found[given] = dataclasses.asdict(
+    places[target] = dataclasses.asdict(
       Place(
         tensor.tensor_type.name,
         tuple(int(size) for size in reversed(tensor.shape)),
@@ -386,7 +386,7 @@ def _places(
         1.0 if is_gemma and part.endswith("norm") else 0.0,
       )
     )
-  return found
+  return places
 
 
 def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
@@ -425,16 +425,18 @@ def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
 
 def _sampling(metadata: _Metadata) -> dict[str, Any]:
   """The fields of generation_config.json that say how to sample, if any does."""
-  found = {
+  fields = {
     field: value
     for name, field in _SAMPLING.items()
     if (value := metadata.get(f"general.sampling.{name}")) is not None
   }
-  if not found:
+  if not fields:
     return {}
   # There is no do_sample; llama.cpp is greedy at a temperature of 0.
-  states_any = any(name in found for name in ("temperature", "top_k", "top_p", "min_p"))
-  return {"do_sample": states_any and found.get("temperature") != 0, **found}
+  states_any = any(
+    name in fields for name in ("temperature", "top_k", "top_p", "min_p")
+  )
+  return {"do_sample": states_any and fields.get("temperature") != 0, **fields}
 
 
 def _byte_pairs(
@@ -447,7 +449,7 @@ def _byte_pairs(
       metadata.path, "tokenizer.ggml.pre", rule, f"one of {', '.join(_WORDS)}"
     )
   merges = metadata.required("tokenizer.ggml.merges")
-  made = byte_pairs(
+  tokenizer = byte_pairs(
     # Added tokens, too, or they would get the next free ids.
     {
       text: token
@@ -459,15 +461,15 @@ def _byte_pairs(
   )
   for text, kind in zip(tokens, kinds, strict=True):
     if kind in (_CONTROL, _USER):
-      add_token(made, text, kind == _CONTROL)
+      add_token(tokenizer, text, kind == _CONTROL)
   if begins is not None:
     from tokenizers import processors
 
     first = tokens[begins]
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer.post_processor = processors.TemplateProcessing(
       single=f"{first} $A", special_tokens=[(first, begins)]
     )
-  return {"tokenizer.json": made.to_str().encode()}
+  return {"tokenizer.json": tokenizer.to_str().encode()}
 
 
 def byte_pairs(
@@ -479,17 +481,19 @@ def byte_pairs(
 
   is_llama = words == _LLAMA3_WORDS
   models, parts = tokenizers.models, tokenizers.pre_tokenizers
-  made = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_llama))
+  tokenizer = tokenizers.Tokenizer(
+    models.BPE(vocabulary, merges, ignore_merges=is_llama)
+  )
   if not is_llama:
-    made.normalizer = tokenizers.normalizers.NFC()
-  made.pre_tokenizer = parts.Sequence(
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+  tokenizer.pre_tokenizer = parts.Sequence(
     [
       parts.Split(tokenizers.Regex(words), "isolated"),
       parts.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
   )
-  made.decoder = tokenizers.decoders.ByteLevel()
-  return made
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  return tokenizer
 
 
 def add_token(tokenizer: Any, text: str, is_special: bool) -> None:

@@ -85,8 +85,8 @@ def mix(
       logits[name], caches[name] = model.decode(served[name], tokens, inner)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
     length = cache.length + tokens.shape[1]
-    chosen = mixed(logits, cache.fingerprint, position)
-    return chosen, cache.replace(length=length, **caches)
+    logits_here = mixed(logits, cache.fingerprint, position)
+    return logits_here, cache.replace(length=length, **caches)
 
   def score(params, source, mask, tokens):
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)

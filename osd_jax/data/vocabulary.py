@@ -168,11 +168,11 @@ class Vocabulary:
     if not self.is_causal:
       return np.append(prompt[: length - 1], np.int32(EOS_ID))
     # At least one token of the text survives, so that a cut prompt is never blank.
-    kept = min(len(self.prefix), length - 1)
+    count = min(len(self.prefix), length - 1)
     # A chat template may not have written the prefix.
-    begins = tuple(prompt[:kept]) == self.prefix[:kept]
-    kept = kept if begins else 0
-    return np.concatenate([prompt[:kept], prompt[kept - length :]])
+    begins = tuple(prompt[:count]) == self.prefix[:count]
+    count = count if begins else 0
+    return np.concatenate([prompt[:count], prompt[count - length :]])
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of `ids` up to the first end-of-sequence.
@@ -180,7 +180,7 @@ class Vocabulary:
     Padding is dropped; ids outside the vocabulary (a model's padded rows) are decoded
     as unknown.
     """
-    kept: list[int] = []
+    tokens: list[int] = []
     for token in ids:
       token = int(token)
       if token in self.eos_ids:
@@ -188,8 +188,8 @@ class Vocabulary:
       # An answer that reached its maximum length has padding but no end-of-sequence.
       if token != self.pad_id:
         # A model's V is often rounded up, so its head can emit ids without a piece.
-        kept.append(token if 0 <= token < self.size else self.processor.unk_id())
-    return self.processor.DecodeIds(kept)
+        tokens.append(token if 0 <= token < self.size else self.processor.unk_id())
+    return self.processor.DecodeIds(tokens)
 
   @property
   def pieces(self) -> list[str]:
@@ -236,10 +236,10 @@ def stated_extra_ids(vocabulary: Vocabulary) -> int | None:
   """Returns `extra_ids` of the settings file next to the model, or None."""
   path = pathlib.Path(vocabulary.path).with_name(_SETTINGS)
   try:
-    stated = json.loads(path.read_bytes())["extra_ids"]
+    count = json.loads(path.read_bytes())["extra_ids"]
   except (OSError, ValueError, KeyError, TypeError):
     return None
-  return stated if base.is_count(stated, least=0) else None
+  return count if base.is_count(count, least=0) else None
 
 
 def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
@@ -247,11 +247,11 @@ def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
   path = formats.folder_of(path)
   if not path.is_dir():
     return path
-  found = [path / name for name in _TOKENIZERS if (path / name).exists()]
+  files = [path / name for name in _TOKENIZERS if (path / name).exists()]
   settings = [path / name for name in (_SETTINGS, _ENDS[1])]
-  found += [file for file in settings if _is_of_bytes(file, _content(file))]
-  if found:
-    return found[0]
+  files += [file for file in settings if _is_of_bytes(file, _content(file))]
+  if files:
+    return files[0]
   hint = ""
   if (path / "tekken.json").exists():
     hint = (
@@ -416,9 +416,9 @@ def _eos_ids(
   for document in documents:
     # generation_config.json comes first: for chat models it lists the end of a turn,
     # which config.json often lacks.
-    stated = document.get("eos_token_id")
-    listed = stated if isinstance(stated, list) else [stated]
-    if ids := [token for token in listed if base.is_count(token, least=0)]:
+    value = document.get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    if ids := [token for token in values if base.is_count(token, least=0)]:
       return tuple(dict.fromkeys([own, *ids] if own in ids else ids))
   return () if own is None else (own,)
 
@@ -442,11 +442,11 @@ def _object(data: bytes, path: pathlib.Path) -> dict[str, Any]:
   if not data:
     return {}
   try:
-    found = json.loads(data)
-    if not isinstance(found, dict):
-      raise ValueError(f"it holds a {type(found).__name__}")
+    content = json.loads(data)
+    if not isinstance(content, dict):
+      raise ValueError(f"it holds a {type(content).__name__}")
   except ValueError as error:
     raise base.InputError(
       f"Vocabulary.path: {path} cannot be read ({error}); expected a JSON object."
     ) from error
-  return found
+  return content

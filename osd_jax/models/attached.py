@@ -216,7 +216,7 @@ def build(
     decode=decode,
     score=score,
     prepare=functools.partial(_prepare, target, serving),
-    **served.initialisers(Attached(config, target), *arguments, method="score_steps"),
+    **served.initializers(Attached(config, target), *arguments, method="score_steps"),
     shortlist=serving.shortlist,
     score_at=score,
     frozen=FROZEN,
@@ -305,20 +305,20 @@ def load(
   # The shapes may fit another target, but its states mean something else: the draft
   # would run, and nearly all of its tokens would be rejected.
   if own_target != target.fingerprint:
-    problem = (
+    fact = (
       f"{path} is attached to the target {header.get('target_name') or 'unknown'}"
       f" ({own_target[:12]}...), received {target.name} ({target.fingerprint[:12]}...)."
     )
     if not sibling:
       raise base.InputError(
-        f"{problem} An attached draft works with its own target only. Name that target, or"
+        f"{fact} An attached draft works with its own target only. Name that target, or"
         " start a new draft with draft = 'attached'; if one target is a quantized or"
         " fine-tuned copy of the other, set PairConfig.sibling_draft = True."
       )
     sizes = header.get("target_sizes") or target.sizes
     if sizes != target.sizes:
       raise base.InputError(
-        f"{problem} The first is a {sizes}, the second a {target.sizes}, so neither is a"
+        f"{fact} The first is a {sizes}, the second a {target.sizes}, so neither is a"
         " copy of the other. Name the draft's target, or start a new draft with draft ="
         " 'attached'."
       )

@@ -100,12 +100,18 @@ def _of_shards(index: Path) -> Tensors:
     file: of_safetensors(index.parent / file)[0]
     for file in sorted(set(places.values()))
   }
-  listed = set(places.items())
-  held = {(name, file) for file, shard in shards.items() for name in shard.shapes}
+  index_entries = set(places.items())
+  shard_entries = {
+    (name, file) for file, shard in shards.items() for name in shard.shapes
+  }
   # Compared in both directions: a tensor may be missing from its shard, or a shard may
   # come from another version of the model.
-  for name, file in sorted(listed - held) + sorted(held - listed):
-    received = "found nothing" if (name, file) in listed else "found an unlisted copy"
+  for name, file in sorted(index_entries - shard_entries) + sorted(
+    shard_entries - index_entries
+  ):
+    received = (
+      "found nothing" if (name, file) in index_entries else "found an unlisted copy"
+    )
     raise base.InputError(
       f"convert: {index}: tensor {name}: {received} in {file}, expected it in"
       f" {places.get(name, 'no file')} only; download the folder again."
@@ -136,8 +142,8 @@ def check_field(
   `says` names the models that can be converted, for the error message.
   """
   if received not in expected:
-    wanted = " or ".join(repr(value) for value in expected)
+    values = " or ".join(repr(value) for value in expected)
     raise base.InputError(
       f"convert: config.json: field {field}: received {received!r}, expected"
-      f" {wanted}; {says}."
+      f" {values}; {says}."
     )

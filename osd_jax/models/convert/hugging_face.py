@@ -127,7 +127,7 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
   if not config.tied_head and shares_head and family.HEAD not in tensors.shapes:
     names[_HEAD] = names[_EMBEDDING]
   dropped = {*aliases, family.EMBEDDING} - set(names.values())
-  found = {
+  shapes = {
     name: shape
     for name, shape in tensors.shapes.items()
     if name not in dropped and not name.endswith(family.UNUSED)
@@ -136,7 +136,7 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
     names[path]: shape[::-1] if family.is_transposed(path) else shape
     for path, shape in expected.items()
   }
-  tensors_lib.check(found, in_file, folder)
+  tensors_lib.check(shapes, in_file, folder)
   return config, tensors, names
 
 
@@ -160,16 +160,16 @@ def _text_tensors(tensors: Tensors) -> Tensors:
 
 def _only_embedding(tensors: Tensors, names: tuple[str, ...]) -> str:
   """Returns the first name of the embedding; a file may hold equal copies."""
-  stored = [name for name in names if name in tensors.shapes]
-  for alias in stored[1:]:
-    first, copy = tensors.read(stored[0]), tensors.read(alias)
+  copies = [name for name in names if name in tensors.shapes]
+  for alias in copies[1:]:
+    first, copy = tensors.read(copies[0]), tensors.read(alias)
     if not np.array_equal(first, copy, equal_nan=True):  # NaNs are reported later
       raise base.InputError(
-        f"convert: tensor {alias}: differs from {stored[0]}, expected a copy of it in"
+        f"convert: tensor {alias}: differs from {copies[0]}, expected a copy of it in"
         " this model; if the head was trained separately, set tie_word_embeddings"
         " (and in a T5 scale_decoder_outputs) to false in config.json."
       )
-  return (stored or names)[0]
+  return (copies or names)[0]
 
 
 def write(
@@ -238,8 +238,8 @@ def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
   """Writes one file, or shards of at most `_SHARD` bytes and their index."""
   shards: list[dict[str, np.ndarray]] = [{}]
   for name, tensor in tensors.items():
-    held = sum(other.nbytes for other in shards[-1].values())
-    if shards[-1] and held + tensor.nbytes > _SHARD:
+    size = sum(other.nbytes for other in shards[-1].values())
+    if shards[-1] and size + tensor.nbytes > _SHARD:
       shards.append({})
     shards[-1][name] = tensor
   names = ["model.safetensors"]

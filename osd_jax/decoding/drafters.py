@@ -292,16 +292,16 @@ class ModelDrafter:
     the length are never read, and overwritten later. Rows may be behind by different
     numbers of tokens; stopped rows are not waited for.
     """
-    wanted = state_lib.fed_to_draft(rows.length)
+    target_length = state_lib.fed_to_draft(rows.length)
 
     def lags(cache) -> jax.Array:
       running = rows.stop_reason == base.StopReason.RUNNING
-      return jnp.any(running & (cache.length < wanted))
+      return jnp.any(running & (cache.length < target_length))
 
     def feed(cache):
       tokens, states = self._inputs(rows, cache.length, CHUNK)
       # Rows that lag less are not moved past `wanted`: `propose` feeds the last two.
-      end = jnp.minimum(cache.length + CHUNK, wanted)
+      end = jnp.minimum(cache.length + CHUNK, target_length)
       _, cache = self.decode(params, tokens, cache, states)
       last = jnp.full_like(end, CHUNK - 1)  # of a fixed shape, and never continued
       return self._from_input(cache, last).replace(length=end)
@@ -316,8 +316,8 @@ class ModelDrafter:
     states: jax.Array | None = None,
   ) -> tuple[jax.Array, Any]:
     """Feeds tokens [B, n] to every row; see `base.Model.decode` and `reads_tokens`."""
-    given = () if states is None else (states,)
-    return self.model.decode(params, tokens, state, *given)
+    optional = () if states is None else (states,)
+    return self.model.decode(params, tokens, state, *optional)
 
   def fed(self, state: Any) -> jax.Array:
     """See `Drafter.fed`."""

@@ -124,15 +124,15 @@ def build(target: base.Model, size: int = SIZE) -> base.Model:
     size: tokens of served answers that are kept.
   """
 
-  def decode(table, fed, text):
-    vote, text = advance(table, fed, text)
-    token = jnp.where(vote.order > 0, vote.token, fed)
+  def decode(table, inputs, text):
+    vote, text = advance(table, inputs, text)
+    token = jnp.where(vote.order > 0, vote.token, inputs)
     return one_hot(token, target.vocab_size), text
 
   def score(table, source, mask, emitted):
-    fed = jnp.concatenate([target.starts(source)[:, None], emitted[:, :-1]], axis=1)
-    text = start(target, source, mask, fed.shape[1])
-    return decode(table, fed, text)[0]
+    inputs = jnp.concatenate([target.starts(source)[:, None], emitted[:, :-1]], axis=1)
+    text = start(target, source, mask, inputs.shape[1])
+    return decode(table, inputs, text)[0]
 
   return base.Model(
     name="n-gram cache",
@@ -209,15 +209,15 @@ def insert(
   text, count = jnp.concatenate([context, emitted]), emitted.shape[0]
   size, buckets = table.ring.shape[0], table.counts.shape[1]
   place = table.end + jnp.arange(text.shape[0], dtype=jnp.uint32)
-  written = jnp.arange(text.shape[0]) < CONTEXT + length
+  is_written = jnp.arange(text.shape[0]) < CONTEXT + length
   # Indices after the last one are dropped.
-  index = jnp.where(written, place % size, size)
+  index = jnp.where(is_written, place % size, size)
   ring = table.ring.at[index].set(text, mode="drop")
   owners = table.owners.at[index].set(owner, mode="drop")
   windows = text[jnp.arange(count)[:, None] + jnp.arange(CONTEXT)[None]]
   places, counts = table.places, table.counts
   for row, order in enumerate(ORDERS):
-    is_known = jnp.all(windows[:, -order:] != NO_TOKEN, axis=1) & written[CONTEXT:]
+    is_known = jnp.all(windows[:, -order:] != NO_TOKEN, axis=1) & is_written[CONTEXT:]
     bucket = jnp.where(is_known, _bucket(windows, order, buckets, owner), buckets)
     same = bucket[:, None] == bucket[None]
     earlier = jnp.sum(jnp.tril(same, -1), axis=1, dtype=jnp.uint32)
@@ -246,8 +246,8 @@ def look_up(
     owner: the owner of each row; other owners' answers are not found.
   """
   context = _contexts(text, ends)
-  served, own = _served(table, context, owner), _own(text, ends, context)
-  token, order = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), served, own)
+  served, of_row = _served(table, context, owner), _own(text, ends, context)
+  token, order = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), served, of_row)
   longest = jnp.max(order, axis=-1)
   takes_part = (order == longest[..., None]) & (order > 0)
   agrees = (token[..., :, None] == token[..., None, :]) & takes_part[..., None, :]
@@ -273,8 +273,8 @@ def write(
   """Writes at per-row offsets, in one pass over all entries and without slices."""
   index = jnp.arange(tokens.shape[1])[None] - at[:, None]
   is_new = (index >= 0) & (index < new.shape[1])
-  found = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[1] - 1), axis=1)
-  return jnp.where(is_new, found, tokens)
+  values = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[1] - 1), axis=1)
+  return jnp.where(is_new, values, tokens)
 
 
 def _contexts(
@@ -282,8 +282,8 @@ def _contexts(
 ) -> Int[Array, "B n CONTEXT"]:
   """The tokens before each end, the newest last."""
   at = ends[..., None] + jnp.arange(-CONTEXT, 0)[None, None]
-  found = jnp.take_along_axis(text[:, None], jnp.maximum(at, 0), axis=2)
-  return jnp.where(at >= 0, found, NO_TOKEN)
+  tokens = jnp.take_along_axis(text[:, None], jnp.maximum(at, 0), axis=2)
+  return jnp.where(at >= 0, tokens, NO_TOKEN)
 
 
 def _served(
@@ -297,9 +297,9 @@ def _served(
   places = table.places[jnp.arange(len(ORDERS))[None, None], bucket]
   offsets = (jnp.arange(CONTEXT + 1) - CONTEXT).astype(jnp.uint32)
   near = places[..., None] + offsets[None, None, None, None]
-  found = table.ring[near % size]  # [B, n, O, WAYS, CONTEXT + 1], the token last
+  texts = table.ring[near % size]  # [B, n, O, WAYS, CONTEXT + 1], the token last
   context = context[..., None, None, :]
-  equal = (found[..., :CONTEXT] == context) & (context != NO_TOKEN)
+  equal = (texts[..., :CONTEXT] == context) & (context != NO_TOKEN)
   orders = jnp.asarray(ORDERS)[None, None, :, None]  # [1, 1, O, 1]
   ignored = jnp.arange(CONTEXT)[None, None, None, None] < CONTEXT - orders[..., None]
   matches = jnp.all(equal | ignored, axis=-1)
@@ -308,7 +308,7 @@ def _served(
   # The context was written in one piece with the token, so it has the same owner.
   theirs = table.owners[places % size]
   is_own = jnp.all(theirs == owner[:, None, None, None], axis=-1)
-  token = found[..., CONTEXT]
+  token = texts[..., CONTEXT]
   valid = matches & is_kept & is_own & (token != NO_TOKEN)
   order = jnp.where(valid, orders, 0)
   return token.reshape(shape), order.reshape(shape)

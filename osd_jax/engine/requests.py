@@ -225,17 +225,9 @@ class SamplingConfig(base.Config):
     self, max_length: int, speculative: bool = True, owner: int = 0
   ) -> base.SamplingSettings:
     """Returns the same as arrays of one row."""
+    own = vars(self)
     return sampling.make_settings(
-      1,
-      temperature=self.temperature,
-      top_k=self.top_k,
-      top_p=self.top_p,
-      min_p=self.min_p,
-      repetition_penalty=self.repetition_penalty,
-      seed=self.seed,
-      max_length=max_length,
-      speculative=speculative,
-      owner=owner,
+      1, max_length=max_length, speculative=speculative, owner=owner, **own
     )
 
 

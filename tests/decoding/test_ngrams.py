@@ -224,7 +224,7 @@ def plain_outputs(rows, length, temperature=0.0):
 
 def drafted_for(table, model, k, source, mask, settings, length):
   """The final state of rows that the cache alone drafts for."""
-  drafter = mixed.MixedDraft(model, target=TARGET, size=0)
+  drafter = mixed.drafter(model, False, TARGET, 0)
   served = drafter.with_memory(None, drafter.memory().replace(table=table))
   params = jnp.asarray(PARAMS)
   return harness.drafted_by(

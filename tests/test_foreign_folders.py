@@ -206,15 +206,6 @@ def test_vocab_and_merges_of_qwen2_are_read(qwen2_folder):
     Vocabulary.load(qwen2_folder)
 
 
-@pytest.mark.hf
-def test_vocab_and_merges_encode_as_in_transformers(qwen2_folder):
-  transformers = pytest.importorskip("transformers")
-  theirs = transformers.Qwen2Tokenizer.from_pretrained(qwen2_folder)
-  ours = Vocabulary.load(qwen2_folder)
-  for text in (*QWEN2_TEXTS, "I'LL take 12,345<|im_end|>\r\n\t x", "cafe\u0301"):
-    assert ours.encode(text) == theirs(text).input_ids, text
-
-
 def test_folder_with_only_a_tekken_json_is_refused_with_the_remedy(tmp_path):
   (tmp_path / "tekken.json").write_text("{}")
   with pytest.raises(base.InputError, match="tekken.json, .* download the token"):
@@ -239,17 +230,6 @@ def test_vocabulary_of_a_byt5_are_the_bytes(tmp_path):
   for name, content in tokenizer_files(vocabulary).items():
     (tmp_path / name).write_bytes(content)
   assert Vocabulary.load(tmp_path) == vocabulary
-
-
-@pytest.mark.hf
-def test_bytes_encode_as_in_transformers(tmp_path):
-  transformers = pytest.importorskip("transformers")
-  theirs = transformers.ByT5Tokenizer()
-  theirs.save_pretrained(tmp_path)
-  ours = Vocabulary.load(tmp_path)
-  assert ours.size == len(theirs)
-  for text in BYTE_TEXTS:
-    assert ours.encode_with_eos(text).tolist() == theirs(text).input_ids
 
 
 # ---- config.json and weights

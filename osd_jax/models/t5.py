@@ -247,7 +247,7 @@ class Decoder(nn.Module):
   def cross_keys_values(self, encoded: jax.Array):
     """Cross-attention keys and values [B, H, S, D] of every layer."""
     return [
-      layers.traced_once(layer, DecoderLayer.cross_keys_values, encoded)
+      layers.traced_once(layer, type(layer).cross_keys_values, encoded)
       for layer in self.layers
     ]
 

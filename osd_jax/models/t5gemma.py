@@ -75,12 +75,10 @@ class DecoderLayer(llama.Layer):
     return self.fed_forward(x), entries
 
 
-class Decoder(nn.Module):
+class Decoder(t5.Decoder):
   """The decoder stack, with the output head of untied models."""
 
   config: T5GemmaConfig
-  layout: base.Layout
-  own_head: bool
 
   def setup(self):
     config = self.config
@@ -88,13 +86,6 @@ class Decoder(nn.Module):
     self.decoder_norm = llama.norm(config)
     if self.own_head:
       self.logits_dense = layers.output_head(config, self.layout)
-
-  def cross_keys_values(self, encoded: jax.Array):
-    """Cross-attention keys and values [B, KV heads, S, D] of every layer."""
-    return [
-      layers.traced_once(layer, DecoderLayer.cross_keys_values, encoded)
-      for layer in self.layers
-    ]
 
   def at(self, x, cross, cross_mask, positions=None):
     """Teacher forcing: [B, P, E] after the final norm; see `t5.Decoder.at`."""

@@ -12,7 +12,6 @@ from models.cases import CLOSE, ROWS, Runner
 from osd_jax import base
 from osd_jax.models import llama
 from osd_jax.models.convert import hugging_face
-from osd_jax.models.shapes import RopeScaling
 from osd_tools import sizes
 
 
@@ -143,31 +142,6 @@ def test_rope_scaling_divides_only_low_frequencies():
   ratio = plain / llama.frequencies(config)
   assert ratio[0] == 1 and ratio[-1] == pytest.approx(4.0)
   assert np.all(np.diff(ratio) >= 0) and len(set(ratio.round(3))) > 2
-
-
-@pytest.mark.parametrize(
-  "field, value",
-  [
-    ("num_kv_heads", 3),
-    ("head_dim", 7),
-    ("eos_ids", ()),
-    ("eos_ids", (64,)),
-    ("state_layer", 3),
-    ("rope_theta", 0.0),
-    ("width", 0),
-    ("max_positions", 0),
-    ("windows", ()),
-    ("mlp_activations", ("tanh", "linear")),
-  ],
-)
-def test_invalid_config_error_names_the_field(field, value):
-  with pytest.raises(base.InputError, match=f"LlamaConfig.{field}"):
-    dataclasses.replace(cases.LLAMA, **{field: value})
-
-
-def test_invalid_rope_scaling_error_names_the_field():
-  with pytest.raises(base.InputError, match=r"RopeScaling.high_freq_factor"):
-    RopeScaling(low_freq_factor=4.0)
 
 
 @pytest.mark.parametrize(

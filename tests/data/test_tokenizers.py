@@ -1,5 +1,6 @@
 """Tokenizers of decoder-only models: special tokens, chat templates, broken files."""
 
+import functools
 import json
 import sys
 
@@ -315,7 +316,6 @@ def real_lines(folder):
   return [text for text in found if text.strip()]
 
 
-@pytest.mark.hf
 @pytest.mark.parametrize("legacy", [False, True])
 def test_ids_of_llama_tokenizer_model_equal_those_of_transformers(
   shared_data, tmp_path, legacy
@@ -346,40 +346,21 @@ def test_ids_of_llama_tokenizer_model_equal_those_of_transformers(
       assert ours.decode(expected[1:]) == written
 
 
-@pytest.mark.hf
-def test_rendered_templates_equal_those_of_transformers(folder):
-  """Covers whitespace trimming, loops, and functions that published templates call."""
-  transformers = pytest.importorskip("transformers")
-  text = (
-    "{%- for m in messages %}\n  {%- if m.role == 'user' %}\n"
-    "<|{{ m.role }}|>{{ m.content | trim }}{{ eos_token }}\n"
-    "    {% continue %}\n  {% endif %}\n{% endfor %}\n"
-    "{%- generation %}<said>{% endgeneration %}"
-    "{% if tools is none and documents is none %}bare{% endif %}"
-    "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}"
-    "{{ messages | tojson }} {% if add_generation_prompt %}<|assistant|>{% endif %}"
-  )
-  theirs = transformers.LlamaTokenizer.from_pretrained(folder)
+@pytest.mark.parametrize("text", [QWEN_3, LLAMA_3], ids=["qwen 3", "llama 3"])
+def test_rendered_templates_equal_those_of_transformers(folder, text):
+  """Of a prompt, of conversations, and with further variables."""
+  theirs = pytest.importorskip("transformers").LlamaTokenizer.from_pretrained(folder)
   settings = {"chat_template": text, "bos_token": "<s>", "eos_token": "</s>"}
   (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-  ours = Vocabulary.load(folder, template="own")
-  for prompt in (" x ", "naïve <b>", "a\nb"):
-    expected = theirs.apply_chat_template(
-      [{"role": "user", "content": prompt}],
+  for variables in ({}, {"enable_thinking": False, "date_string": "1 May"}):
+    write = Vocabulary.load(folder, 0, "own", tuple(variables.items())).template
+    expected = functools.partial(
+      theirs.apply_chat_template,
       chat_template=text,
       tokenize=False,
       add_generation_prompt=True,
+      **variables,
     )
-    assert ours.template(prompt) == expected
-  for text in (QWEN_3, LLAMA_3):
-    for variables in ({}, {"enable_thinking": False, "date_string": "1 May"}):
-      write = Vocabulary.load(folder, 0, text, tuple(variables.items())).template
-      for messages in (CONVERSATION, CONVERSATION[1:], CONVERSATION[:2]):
-        expected = theirs.apply_chat_template(
-          list(messages),
-          chat_template=text,
-          tokenize=False,
-          add_generation_prompt=True,
-          **variables,
-        )
-        assert write(chat.Conversation(messages)) == expected
+    assert write(" x ") == expected([{"role": "user", "content": " x "}])
+    for messages in (CONVERSATION, CONVERSATION[1:], CONVERSATION[:2]):
+      assert write(chat.Conversation(messages)) == expected(list(messages))

@@ -20,7 +20,7 @@ FIELDS = [
   (testing.TINY_T5, "mlp_activations", (), "at least one name"),
   (testing.TINY_T5, "tied_head", "no", "bool"),
   (testing.TINY_T5, "relative_buckets", 7, "an even number >= 4"),
-  (testing.TINY_T5, "relative_max_distance", 4, "more than 4"),
+  (shapes.T5Config(), "relative_max_distance", 16, "more than 16"),
   (testing.TINY_T5, "dtype", "float16", "one of 'float32', 'bfloat16'"),
   (testing.TINY_T5, "embedding_std", float("nan"), "a number > 0"),
   (testing.TINY_LLAMA, "num_kv_heads", 3, ""),

@@ -357,7 +357,7 @@ def _example(templates: tuple[str, str], location: str, raw: files.Row) -> Examp
     reference = preprocessors.fill_reference(templates[1], raw)
   try:
     # JSON may escape half of a surrogate pair ("\ud83d"). Python decodes it, but
-    # neither the tokenisers nor the logs can encode it.
+    # neither the tokenizers nor the logs can encode it.
     (prompt + reference).encode("utf-8")
   except UnicodeEncodeError as error:
     reason = "prompt or reference holds a lone surrogate, which is not text"

@@ -149,7 +149,7 @@ def test_rope_scaling_divides_only_low_frequencies():
   [
     ({"model_type": "gpt2"}, "model_type: received 'gpt2'"),
     ({"hidden_act": "gelu"}, "hidden_act: received 'gelu'"),
-    ({"quantization_config": {"bits": 4}}, "quantised"),
+    ({"quantization_config": {"bits": 4}}, "quantized"),
     ({"num_local_experts": 8}, "mixture of experts"),
     ({"mlp_bias": True}, "mlp_bias.*biases"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type.*'yarn'"),

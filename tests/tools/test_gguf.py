@@ -172,7 +172,7 @@ def test_weights_are_those_of_the_file(tmp_path, kind):
   assert found.config == held.config
   jax.tree.map(np.testing.assert_array_equal, found.params, held.params)
   types = {name: str(x.dtype) for name, x in tensors.flat(found.params).items()}
-  assert set(types.values()) == {"bfloat16", "float32"}  # norms are not quantised
+  assert set(types.values()) == {"bfloat16", "float32"}  # norms are not quantized
   short = {name for name, kind in types.items() if kind == "bfloat16"}
   assert hugging_face.bfloat16_of(path) == short
 

@@ -34,7 +34,7 @@ _SAYS = (
 
 # Fields that must be empty, with their meaning for the error message.
 _REFUSED = {
-  "quantization_config": "a quantised checkpoint",
+  "quantization_config": "a quantized checkpoint",
   "num_local_experts": "a mixture of experts",
   "num_experts": "a mixture of experts",
   "mlp_bias": "feed-forward blocks with biases",

@@ -124,6 +124,11 @@ class Pair:
   # sizes; otherwise "".
   sibling: str = ""
 
+  @property
+  def models(self) -> tuple[Any, ...]:
+    """Target, its trained parameters, draft, its trained parameters."""
+    return self.target, self.target_params, self.draft, self.draft_params
+
   def plain(self) -> "Pair":
     """The pair without its draft."""
     return dataclasses.replace(self, draft=None, draft_params=None)

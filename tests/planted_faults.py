@@ -598,8 +598,8 @@ FAULTS = [
   # Decoder-only models.
   Fault(
     "a prompt's last token is attended to twice",
-    "  return mask & (left > 1)",
-    "  return mask & (left > 0)",
+    "  return mask & (count > 1)",
+    "  return mask & (count > 0)",
     LLAMA,
   ),
   Fault(
@@ -652,8 +652,8 @@ FAULTS = [
   ),
   Fault(
     "the window of a step is measured from the beginning of the answer",
-    "prompt_bias = biases(config, seen, at, in_prompt)",
-    "prompt_bias = biases(config, seen, slot, in_prompt)",
+    "prompt_bias = biases(config, visible, at, in_prompt)",
+    "prompt_bias = biases(config, visible, slot, in_prompt)",
     LLAMA,
   ),
   Fault(
@@ -676,7 +676,7 @@ FAULTS = [
   ),
   Fault(
     "a long decoder-only prompt loses its end",
-    "    return np.concatenate([prompt[:kept], prompt[kept - length :]])",
+    "    return np.concatenate([prompt[:count], prompt[count - length :]])",
     "    return prompt[:length]",
     TOKENIZERS,
   ),

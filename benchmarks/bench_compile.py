@@ -75,11 +75,11 @@ class Stopwatch:
     self._patch.stop()
 
   def _timed(self, name, call):
-    def timed(*arguments):
+    def timed(*arguments, **options):
       started = time.perf_counter()
-      found = jax.block_until_ready(call(*arguments))
+      result = jax.block_until_ready(call(*arguments, **options))
       self.seconds[name] += time.perf_counter() - started
-      return found
+      return result
 
     return timed
 

@@ -73,7 +73,7 @@ def scripts(
 
 def share_target(decoder: engine.Engine, other: engine.Engine) -> None:
   """Makes two decoders share one served copy of the target, to save memory."""
-  decoder._served = decoder._served._replace(target=other._served.target)
+  decoder.served = decoder.served._replace(target=other.served.target)
 
 
 class FirstTokens:

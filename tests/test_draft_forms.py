@@ -3,12 +3,11 @@
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT
 
-from osd_jax import base, testing
+from osd_jax import testing
 from osd_jax.distillation import optimizers
 from osd_jax.models import families, weights
 
@@ -78,25 +77,6 @@ def test_padding_is_not_used(drafter, given):
     np.testing.assert_array_equal(mine, other)
 
 
-@pytest.mark.parametrize(
-  ("right", "length", "calls"),
-  [
-    (np.ones((7, 16), bool), 16, 2),
-    (np.ones((7, 16), bool), 9, 2),
-    (np.zeros((7, 16), bool), 5, 5),
-    (np.arange(7)[:, None] * np.ones((1, 16)) < 1, 6, 3),
-  ],
-)
-def test_calls_of_counts_the_target_calls_of_an_answer(right, length, calls):
-  assert run.calls_of(right.astype(bool), length) == calls
-
-
-def test_overlaps_cover_the_reachable_positions():
-  mask = jnp.arange(5)[None] < jnp.asarray([[3], [5]])
-  seen = np.asarray(run.places(mask, 2))
-  assert seen.tolist() == [[0, 0, 1, 0, 0], [0, 0, 1, 1, 1]]
-
-
 SOURCE = np.array([[5, 6, 7, 8, -1], [9, 10, -1, -1, -1]], np.int32)
 TARGET = np.array([[11, 12, 13, 1], [14, 1, -1, -1]], np.int32)
 
@@ -113,15 +93,6 @@ def as_the_program_runs():
   """The experiment does not use the strict settings of the tests."""
   with jax.numpy_rank_promotion("allow"):
     yield
-
-
-def test_overlap_uses_the_target_distribution(judge):
-  rows = judge.rows(SOURCE, TARGET)
-  model = families.build(testing.TINY_LLAMA)
-  expected = jax.nn.log_softmax(model.score(judge.params, SOURCE, SOURCE != -1, TARGET))
-  mask = TARGET != -1
-  np.testing.assert_allclose(rows.log_probs[mask], expected[mask], atol=1e-5)
-  np.testing.assert_array_equal(rows.mask, mask)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -147,11 +118,6 @@ def test_state_before_an_answer_does_not_depend_on_padding(judge):
   np.testing.assert_allclose(behind[0][0, 0], alone, atol=1e-5)
 
 
-def test_t5_target_is_refused():
-  with pytest.raises(base.InputError, match="kind T5Config, expected a decoder-only"):
-    run.Judge(weights.Weights(testing.TINY_T5, {}, "none", "drawn"), 0)
-
-
 @pytest.mark.slow
 def test_loss_of_every_form_falls(judge):
   rows = judge.rows(SOURCE, TARGET)
@@ -162,11 +128,3 @@ def test_loss_of_every_form_falls(judge):
       loss, params, state = run.learn(form, params, state, rows)
       losses.append(float(loss))
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_forms_are_selected_by_name():
-  made = {"prompt": 1, "states": 2}
-  assert run.chosen(made, None) == made
-  assert run.chosen(made, ["states"]) == {"states": 2}
-  with pytest.raises(base.InputError, match=r"--forms: received \['eagle'\]"):
-    run.chosen(made, ["eagle"])

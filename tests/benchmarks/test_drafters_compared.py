@@ -1,4 +1,4 @@
-"""experiments/drafters at the tiny size: cells, what is skipped, and the oracle."""
+"""experiments/drafters with a tiny pair: its cells, what it skips, and its oracle."""
 
 import dataclasses
 import json
@@ -11,179 +11,91 @@ import tiny_online
 from experiments.drafters import run
 from osd_jax import pairs
 
-slow = pytest.mark.slow
-ORACLE, REQUESTS, K = run.ORACLE, 24, 3
-NOISE = 0.1
-
-
-def given(folder, *words):
-  return run.options().parse_args(["--out", str(folder / "cells.jsonl"), *words])
+REQUESTS, K = 24, 3
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-  """Returns a function that makes a tiny run instead of that of a stream.
+def config_of(tmp_path_factory):
+  """Returns a function that returns a tiny run instead of that of a stream.
 
   The draft is the target with noise on its parameters: it is often right, not always.
   """
-  named = tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
-  pair = pairs.load_pair(named)
+  pair = pairs.load_pair(tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair")))
   leaves, shape = jax.tree.flatten(pair.target_params)
   rng = np.random.default_rng(0)
-  noisy = [leaf * (1 + NOISE * rng.normal(size=leaf.shape)) for leaf in leaves]
+  noisy = [leaf * (1 + 0.1 * rng.normal(size=leaf.shape)) for leaf in leaves]
   noisy = [leaf.astype(np.float32) for leaf in noisy]
   pair = pair.with_draft(pair.target, jax.tree.unflatten(shape, noisy))
 
-  def config_of(name, given, temperature, rows, seed):
-    assert (name, temperature, seed) == ("demo", 0.0, 0)
-    made = tiny_online.config(pair, "unused", rows=rows, keep_drafts=False)
-    return dataclasses.replace(made, warm_start=None)
+  def tiny(name, arguments, temperature, rows, seed):
+    config = tiny_online.config(pair, "unused", rows=rows, keep_drafts=False)
+    return dataclasses.replace(config, warm_start=None)
 
-  return config_of
+  return tiny
 
 
-@pytest.fixture(scope="module")
-def cells(small, tmp_path_factory):
-  """The cells of an untimed run of all systems, by name, and their file."""
-  folder = tmp_path_factory.mktemp("cells")
-  with jax.numpy_rank_promotion("allow"):
-    run.run(given(folder, "--untimed", "--requests", "6"), small)
-  return {cell["system"]: cell for cell in run.read(folder / "cells.jsonl")}, folder
+def arguments(folder, *words):
+  out = str(folder / "cells.jsonl")
+  return run.options().parse_args(["--out", out, "--requests", "6", *words])
 
 
 def calls(cell):
   return [count for _, count in cell["per_request"]]
 
 
-@slow
-def test_every_system_serves_the_same_answers(cells):
-  found, _ = cells
-  assert set(found) == set(run.OURS)
-  lengths = [[tokens for tokens, _ in cell["per_request"]] for cell in found.values()]
+@pytest.mark.slow
+def test_every_system_serves_the_same_answers_and_the_oracle_counts_their_calls(
+  config_of, tmp_path
+):
+  path, untimed = tmp_path / "cells.jsonl", arguments(tmp_path, "--untimed")
+  run.run(untimed, config_of)
+  cells = {cell["system"]: cell for cell in run.read(path)}
+  assert set(cells) == set(run.OURS)
+  lengths = [[tokens for tokens, _ in cell["per_request"]] for cell in cells.values()]
   assert len(lengths[0]) == REQUESTS and all(other == lengths[0] for other in lengths)
-  assert found["plain"]["tokens_per_call"] == 1
-  assert found["online"]["updates"] >= 4 and "updates" not in found["frozen"]
-  assert all("ms_per_token" not in cell for cell in found.values())
-
-
-@slow
-def test_oracle_counts_the_calls_of_the_systems_that_ran(cells, small):
-  """What it says of the draft alone and of the cache alone is what they took."""
-  found, folder = cells
-  for name in ("frozen", "cache"):
-    better = np.array(calls(found[ORACLE])) <= np.array(calls(found[name]))
-    assert better.all() and sum(calls(found[ORACLE])) < sum(calls(found[name]))
-  config = small("demo", None, 0.0, 1, 0)
+  assert cells["plain"]["tokens_per_call"] == 1
+  assert cells["online"]["updates"] >= 4 and "updates" not in cells["frozen"]
+  # The oracle's recount of the draft alone and of the cache alone is what they took.
+  config = config_of("demo", None, 0.0, 1, 0)
   pair = run.systems.load({"demo": config})["demo"]
-  plain = run.create("plain", pair, config, folder)
+  plain = run.create("plain", pair, config, tmp_path)
   plain.serve(0, REQUESTS)
   draft = (pair.draft, pair.draft_params)
   alone = run.oracle.choose(pair.target, draft, plain.answers, K, run.CACHE)
-  assert alone["cache"] == calls(found["cache"])
-  assert alone["draft"] == calls(found["frozen"])
+  assert alone["cache"] == calls(cells["cache"])
+  assert alone["draft"] == calls(cells["frozen"])
+  assert sum(alone[run.ORACLE]) == sum(calls(cells[run.ORACLE])) < sum(alone["draft"])
   # Negative control: another K is told apart.
   other = run.oracle.choose(pair.target, draft, plain.answers, K - 1, run.CACHE)
-  assert other["draft"] != calls(found["frozen"])
+  assert other["draft"] != calls(cells["frozen"])
   plain.close()
 
-
-@slow
-def test_same_command_measures_only_what_is_missing(cells, small):
-  _, folder = cells
-  path = folder / "cells.jsonl"
+  # The same command measures only what is missing.
   lines = path.read_text().splitlines()
-
-  def refuse(*_):
-    raise AssertionError("nothing is missing")
-
-  words = ("--untimed", "--requests", "6")
-  run.run(given(folder, *words), refuse)
-  assert path.read_text().splitlines() == lines
-  gone = [line for line in lines if json.loads(line)["system"] != "lookup"]
-  path.write_text("".join(line + "\n" for line in gone))
-  run.run(given(folder, *words), small)
-  *kept, new = path.read_text().splitlines()
-  assert kept == gone and json.loads(new)["system"] == "lookup"
-  # Negative control: cells of other settings do not count as measured.
-  with pytest.raises(AssertionError, match="nothing is missing"):
-    run.run(given(folder, *words, "--bindings", "DecodingConfig.rows=1"), refuse)
+  rest = [line for line in lines if json.loads(line)["system"] != "lookup"]
+  path.write_text("".join(line + "\n" for line in rest))
+  run.run(untimed, config_of)
+  *before, new = path.read_text().splitlines()
+  assert before == rest and json.loads(new)["system"] == "lookup"
 
 
-@slow
-def test_lookup_forgets_what_it_served(small, tmp_path):
-  """The same prompt twice: only the cache drafts better the second time."""
-  config = small("demo", None, 0.0, 1, 0)
-  pair = run.systems.load({"demo": config})["demo"]
-  request = run.systems.requests_of(config, pair)[0]
-  found = {}
-  for name in ("lookup", "cache"):
-    system = run.create(name, pair, config, tmp_path)
-    # Two objects: answers are told apart by the object that asked.
-    system._requests = [request, dataclasses.replace(request)]
-    system.serve(0, 2)
-    found[name] = [count for _, count in system.per_request()]
-    system.close()
-  assert found["lookup"][0] == found["lookup"][1] == found["cache"][0]
-  assert found["cache"][1] < found["cache"][0]
-
-
-@slow
-def test_timed_systems_take_turns(small, tmp_path):
-  words = ("--requests", "6", "--block", "10", "--systems", "cache", "online + cache")
-  run.run(given(tmp_path, *words), small)
-  found = {cell["system"]: cell for cell in run.read(tmp_path / "cells.jsonl")}
-  assert set(found) == {"cache", "online + cache"}  # plain only serves to compare
-  for cell in found.values():
+@pytest.mark.slow
+def test_timed_systems_take_turns(config_of, tmp_path):
+  systems = ("cache", "online + cache")
+  run.run(arguments(tmp_path, "--block", "10", "--systems", *systems), config_of)
+  cells = {cell["system"]: cell for cell in run.read(tmp_path / "cells.jsonl")}
+  assert set(cells) == set(systems)  # plain decoding only serves to compare
+  for cell in cells.values():
     assert cell["block_ends"] == [10, 20, 24]
-    assert cell["seconds"] == sorted(cell["seconds"])
     assert cell["ms_per_token"] == 1e3 * cell["seconds"][-1] / cell["tokens"]
     assert cell["over_plain"] > 0
-  assert run.table(found.values()).row_count == 2
-
-
-@pytest.mark.parametrize(("share", "drafted"), [(0.0, 3), (0.5, 1), (0.7, 5), (1.0, 3)])
-def test_calls_of_an_answer_follow_from_the_right_positions(share, drafted):
-  right = np.random.default_rng(1).random(40) < share
-  place, expected = 0, 0
-  while place < 40:  # one token of the target after each run of right ones
-    ahead = 0
-    while ahead < drafted and place + ahead < 40 and right[place + ahead]:
-      ahead += 1
-    place, expected = place + ahead + 1, expected + 1
-  assert run.oracle.calls(right, drafted) == expected
-  if share in (0.0, 1.0):
-    assert expected == (40 if share == 0 else -(-40 // (drafted + 1)))
-
-
-def test_summary_separates_topics_and_requests_after_shifts():
-  labels = ["one"] * 60 + ["other"] * 60
-  counts = [(4, 4)] * 60 + [(6, 3)] * 50 + [(6, 1)] * 10
-  cell = run.summary({"per_request": counts}, labels)
-  assert cell["after_shifts"] == 2 and cell["by_topic"] == {
-    "one": 1,
-    "other": 360 / 160,
-  }
-  assert cell["tokens_per_call"] == 600 / 400
-
-
-def test_edits_ask_for_code_that_contains_a_new_name(tmp_path):
-  code = "def area(side):\n  return side * side"
-  rows = [code, "print 1", "x = 1", "def long():\n  return '" + "a" * 300 + "'"]
-  path = tmp_path / "python.eval.jsonl"
-  path.write_text("".join(json.dumps({"reference": row}) + "\n" for row in rows))
-  (edit,) = run.traffic.edits(path)
-  assert code in edit["prompt"] and "new_area" in edit["prompt"]
-  assert edit["reference"] == code.replace("area", "new_area")
+  assert run.table(cells.values()).row_count == 2
 
 
 def test_every_stream_has_a_config(tmp_path):
   (tmp_path / "python.eval.jsonl").write_text("")
-  for name, kind in run.traffic.PAIRS.items():
+  for name in run.traffic.PAIRS:
     words = ("--data", str(tmp_path), "--qwen", "folder", "--target", "file")
-    for extra in ((), ("--by_worth",)):
-      config = run.traffic.config_of(name, given(tmp_path, *words, *extra), 0.7, 4, 1)
-      assert config.decoding.rows == 4 and config.sampling.temperature == 0.7
-      assert (config.decoding.adaptive is None) == (not extra or kind == "demo")
-      assert config.stream.seed == config.learning.seed == 1
-      target = {"demo": "shipped:demo_target.safetensors", "small": "file"}
-      assert config.pair.target == target.get(kind, "folder")
+    config = run.traffic.config_of(name, arguments(tmp_path, *words), 0.7, 4, 1)
+    assert config.decoding.rows == 4 and config.sampling.temperature == 0.7
+    assert config.stream.seed == config.learning.seed == 1

@@ -972,14 +972,14 @@ FAULTS = [
 
 def main(words: list[str]) -> int:
   """Returns 1 if a fault survives or if tests fail without a fault, else 0."""
-  chosen = [
+  faults = [
     fault
     for fault in FAULTS
     if not words or any(word in f"{where(fault)} {fault.name}" for word in words)
   ]
   ready: dict[str, bool] = {}
   caught, total = collections.Counter(), collections.Counter()
-  for fault in chosen:
+  for fault in faults:
     if fault.tests not in ready:
       ready[fault.tests] = outcome(None, fault.tests) == "passed"
     started = time.perf_counter()
@@ -1030,7 +1030,7 @@ def run(copy: Path, tests: str) -> str:
   }
   command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
   try:
-    done = subprocess.run(
+    tests_run = subprocess.run(
       [*command, *tests.split()],
       cwd=copy,
       env=environment,
@@ -1040,8 +1040,8 @@ def run(copy: Path, tests: str) -> str:
     )
   except subprocess.TimeoutExpired:
     return "failed"
-  known = {0: "passed", 1: "failed"}
-  return known.get(done.returncode, f"ended with {done.returncode}")
+  outcomes = {0: "passed", 1: "failed"}
+  return outcomes.get(tests_run.returncode, f"ended with {tests_run.returncode}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import orders
 import recordings
 import setting
 import stability
-import targets
 import tuning
 
 from experiments.open_questions import run
@@ -153,7 +152,7 @@ def test_questions_are_answered_once(tiny, tmp_path, monkeypatch, capsys):
   for name in (*names, "well_trained", "frequent"):
     for _ in range(2):  # the second time, nothing is missing
       run.answer(path, itertools.islice(run.QUESTIONS[name](tiny), 2), {})
-  cells = run.read(path)
+  cells = run.measure.read(path)
   assert {cell["question"] for cell in cells} == {*names, "well_trained", "frequent"}
   keys = [tuple(cell[name] for name in setting.KEY) for cell in cells]
   assert len(set(keys)) == len(keys)
@@ -162,36 +161,3 @@ def test_questions_are_answered_once(tiny, tmp_path, monkeypatch, capsys):
   for name in ("gkd", "mixing", "bigger"):  # these distil drafts
     keys = [tuple(key.values()) for key, _ in run.QUESTIONS[name](tiny)]
     assert len(set(keys)) == len(keys) > 3
-
-
-@pytest.mark.slow
-def test_a_replaced_target_is_replayed_with_old_records_and_without(tiny):
-  pair, answers = tiny.pair, tiny.answers
-  other = jax.tree.map(lambda leaf: leaf * 1.1, pair.target_params)
-  new = dataclasses.replace(pair, target_params=other)
-  prompts = [targets.prompt_of(row, new, 0) for row in answers.rows]
-  after = recordings.record(new, prompts, answers.names, tiny.decoding)
-  after = dataclasses.replace(after, topics=answers.topics)
-  order = tiny.order("mixture", 0)
-  first = answers.answers(order[:12])
-  tails = lambda rows: np.concatenate([row.records.tail for row in rows])[:12]
-  same = targets.scored_again(tiny, pair, first)
-  np.testing.assert_allclose(tails(same), tails(first), atol=2e-3)
-  again = targets.scored_again(tiny, new, first)
-  assert np.abs(tails(again) - tails(first)).max() > 0.01  # another target's
-  halves = (order[:12], order[12:])
-  cells = {
-    key["system"]: compute()
-    for key, compute in targets.replaced(tiny, new, after, "mixture", 0, halves)
-  }
-  assert len(cells) == 6 and {cell["requests"] for cell in cells.values()} == {12}
-  assert cells["does not learn"]["slices"] == 0
-  assert cells["learns, old records kept"]["slices"] > 0
-
-
-def test_new_sets_without_their_pair_are_refused(monkeypatch, capsys):
-  """Otherwise the demo's pair would answer in their place."""
-  monkeypatch.setattr("sys.argv", ["run.py", "how_often", "--new_sets"])
-  with pytest.raises(SystemExit):
-    run.main()
-  assert "--new_sets: expected --qwen FOLDER too" in capsys.readouterr().err

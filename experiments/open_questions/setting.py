@@ -194,6 +194,6 @@ def distilled(
   if not output.exists():
     folder.mkdir(parents=True, exist_ok=True)
     offline.run(config, text)
-  found = held_out(setting, setting.pair.load_draft(str(output)))
-  by_topic = dict(zip(setting.held_out.names, np.round(found, 4), strict=True))
-  return {"overlap": round(float(np.mean(found)), 4), "by_topic": by_topic}
+  overlaps = held_out(setting, setting.pair.load_draft(str(output)))
+  by_topic = dict(zip(setting.held_out.names, np.round(overlaps, 4), strict=True))
+  return {"overlap": round(float(np.mean(overlaps)), 4), "by_topic": by_topic}

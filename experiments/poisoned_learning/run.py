@@ -131,21 +131,21 @@ def figures(rows: list[dict]) -> dict[str, object]:
   requests = [row for row in rows if row["kind"] == "request"]
   updates = [row for row in rows if row["kind"] == "update"]
   begun = [row for row in rows if row["kind"] == "alarm" and row["active"]]
-  found: dict[str, object] = {}
+  values: dict[str, object] = {}
   for end, part in (("first", requests[:EDGE]), ("last", requests[-EDGE:])):
-    found[f"overlap_{end}"] = round(float(np.mean([r["overlap"] for r in part])), 3)
+    values[f"overlap_{end}"] = round(float(np.mean([r["overlap"] for r in part])), 3)
     calls = sum(row["target_calls"] for row in part)
     tokens = sum(row["output_tokens"] for row in part)
-    found[f"tokens_per_target_call_{end}"] = round(tokens / calls, 3)
-  found["skipped_steps"] = sum(row["skipped"] for row in updates)
-  found["steps"] = sum(row["steps"] for row in updates)
-  found["alarms"] = "; ".join(
+    values[f"tokens_per_target_call_{end}"] = round(tokens / calls, 3)
+  values["skipped_steps"] = sum(row["skipped"] for row in updates)
+  values["steps"] = sum(row["steps"] for row in updates)
+  values["alarms"] = "; ".join(
     f"{name.replace('_', ' ')} at {finished}"
     for name, finished in {
       row["alarm"]: row["finished"] for row in reversed(begun)
     }.items()
   )
-  return found
+  return values
 
 
 def main() -> int:
@@ -210,13 +210,13 @@ def compare(
       outputs, rows = serve(changed(config, way, mode, temperature, out), way)
       frozen = frozen or outputs
       differing = sum(outputs[index] != frozen[index] for index in frozen)
-      found = {
+      counts = {
         "outputs": len(outputs),
         "outputs_unlike_greedy": sum(outputs[i] != greedy[i] for i in greedy),
         "outputs_changed": differing,
         **figures(rows),
       }
-      results.append({"mode": mode, "learning": way, **found})
+      results.append({"mode": mode, "learning": way, **counts})
   return results
 
 

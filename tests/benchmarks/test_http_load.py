@@ -54,8 +54,8 @@ def test_reply_is_an_answer_only_if_it_is_complete(url):
     assert (reply.status, reply.retry_after) == (status, status == 429), end
   whole = http_load.ask(url, http_load.streamed("whole"))
   assert (whole.text, len(whole.pieces), whole.tokens) == ("abc", 2, 2)
-  left = http_load.ask(url, http_load.streamed("whole"), leave_after=1)
-  assert (left.status, left.text) == (0, "ab")
+  partial = http_load.ask(url, http_load.streamed("whole"), leave_after=1)
+  assert (partial.status, partial.text) == (0, "ab")
   assert http_load.ask("http://127.0.0.1:1", http_load.streamed("whole")).status == 0
 
 

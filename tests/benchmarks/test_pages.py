@@ -41,23 +41,6 @@ def test_committed_pages_show_the_committed_rows():
   assert write_readme.with_table(text, by_machine) == text
 
 
-@pytest.mark.parametrize(
-  ("value", "goal", "verdict"),
-  [
-    (2.0, "<= 2", "met"),
-    (2.1, "<= 2, at one row", "**missed**"),
-    (float("inf"), "<= 1e3", "**missed**"),
-    (float("nan"), "<= 1e3", ""),
-    (1.0, "0", "**missed**"),
-    (1.09, "1", "met"),  # a goal without a comparison sign allows a tenth more
-    (1.11, "1", "**missed**"),
-    (3.0, "", ""),
-  ],
-)
-def test_verdict_compares_the_value_with_the_goal(value, goal, verdict):
-  assert write_readme.verdict({"value": value, "asked": goal}) == verdict
-
-
 def test_every_result_has_a_command_one_value_and_one_commit(repository):
   lines = (repository / "experiments" / "README.md").read_text().splitlines()
   tables = [[x.strip() for x in x.strip("|").split("|")] for x in lines if x[:1] == "|"]

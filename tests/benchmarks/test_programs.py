@@ -85,6 +85,11 @@ PROGRAMS = {
   "experiments/poisoned_learning/run.py --requests 2 --only greedy --out runs GIN": (
     '"learning": "nan rows", "outputs": 8, "outputs_unlike_greedy": 0',
   ),
+  "experiments/drafters/run.py --requests 2 --block 4 --threads 1 --out cells.jsonl"
+  " --systems cache 'online + cache' --bindings SMALL": (
+    "online + cache",
+    "over plain",
+  ),
   "experiments/kill_test/run.py --kills 1 --out runs": (
     '"kills": 1, "runs": 1, "restarts_failed": 0, "unreadable_states": 0',
     '"differing_histories": 0, "differing_drafts": 0',

@@ -55,15 +55,6 @@ def test_every_broken_promise_of_the_soak_is_a_fault(name):
   assert not soak.is_kept({**KEPT, name: 0 if name.startswith("swaps") else 1})
 
 
-def test_pauses_at_swaps_are_told_from_others():
-  steady = [0.1 * i for i in range(50)]
-  late = [*steady[:20], *(clock + 0.4 for clock in steady[20:])]  # 0.5 s after 1.9
-  figures = soak.pauses([steady, late, [7.0]], [(2.0, 2.05), (9.0, 9.1)])
-  assert figures["pauses at swaps"] == 2 and figures["pauses elsewhere"] == 96
-  assert figures["pause at swaps, p99, ms"] == pytest.approx(496, abs=1)
-  assert soak.pauses([steady, late], [])["pauses at swaps"] == 0
-
-
 def test_kill_test_compares_the_buffer_with_the_journal_row_by_row():
   rows = [((5, 6), (7,)), ((8,), (9, 1)), ((4, 4), (3,))]
   journal = dict(enumerate(rows))

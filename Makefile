@@ -12,7 +12,7 @@ STAMP_HF := .venv/.installed-hf
 COMPILERS := .venv-aot
 STAMP_AOT := $(COMPILERS)/.installed
 TEST_JOBS ?= 2
-CODE := osd_jax osd_tools tests benchmarks experiments notebooks
+CODE := osd_jax osd_serve osd_tools tests benchmarks experiments notebooks
 UNIT_EXTRAS := llama,gguf,parquet,plots,log,serve,test
 $(STAMP): EXTRAS := data,replicas,docs,dev,$(UNIT_EXTRAS)
 $(STAMP_UNIT): EXTRAS := $(UNIT_EXTRAS)
@@ -158,4 +158,4 @@ bench: $(STAMP_HF) ## run every benchmark, then write benchmarks/README.md (hour
 
 clean: ## remove caches and build outputs; keeps .venv and runs
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis .jax_cache
-	find osd_jax osd_tools tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find osd_jax osd_serve osd_tools tests benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -62,7 +62,7 @@ from osd_jax import base
 from osd_jax.data import examples
 from osd_jax.engine import server as engine_server
 from osd_jax.main import settings
-from osd_jax.serving.service import ServeConfig
+from osd_serve.service import ServeConfig
 
 BARE, PEER = "bare", "peer"
 FROZEN = "ServeConfig.learn=False"

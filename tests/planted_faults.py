@@ -3,8 +3,8 @@
         python tests/planted_faults.py                 # all: an hour on two cores
         python tests/planted_faults.py adaptive.py     # by file or name
 
-A fault replaces a text of the package and names the tests that should fail. It is
-planted in a copy of the package, so the working tree never changes. The same tests must
+A fault replaces a text of a package and names the tests that should fail. It is
+planted in a copy of them, so the working tree never changes. The same tests must
 pass in a copy without the fault. `make test` and CI do not run this program.
 """
 
@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 900  # seconds for the tests of one fault; a hanging test counts as failed
-COPIED = ("osd_jax", "osd_tools", "tests", "gin_configs", "docs", "pyproject.toml")
+PACKAGES = ("osd_jax", "osd_serve", "osd_tools")
+COPIED = (*PACKAGES, "tests", "gin_configs", "docs", "pyproject.toml")
 
 
 class Fault(NamedTuple):
@@ -28,7 +29,7 @@ class Fault(NamedTuple):
 
   Attributes:
     name: what goes wrong.
-    right: a text that occurs once in the package.
+    right: a text that occurs once in the packages.
     wrong: the text that replaces it.
     tests: arguments of pytest, separated by spaces; `-k` takes one word.
   """
@@ -871,8 +872,8 @@ FAULTS = [
   ),
   Fault(
     "a request that must not draft is forgotten",
-    "request.sampling.settings(limit, request.speculative, request.owner)",
-    "request.sampling.settings(limit, True, request.owner)",
+    "draws.settings(limit, request.speculative, request.owner)",
+    "draws.settings(limit, True, request.owner)",
     f"{DRAFTING} -k must_not",
   ),
   Fault(
@@ -997,10 +998,11 @@ def main(words: list[str]) -> int:
 
 
 def where(fault: Fault) -> str:
-  """Returns the file of the package that contains the text of the fault."""
+  """Returns the file of a package that contains the text of the fault."""
   files = [
     str(path.relative_to(ROOT))
-    for path in sorted((ROOT / "osd_jax").rglob("*.py"))
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
     if fault.right in path.read_text()
   ]
   if len(files) != 1 or (ROOT / files[0]).read_text().count(fault.right) != 1:

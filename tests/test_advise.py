@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import tiny_online
 
-from osd_jax import advise, base, pairs, replay, runs
+from osd_jax import base, pairs, runs
 from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.data.examples import TaskConfig
 from osd_jax.engine import measurement
 from osd_jax.engine.server import Server
+from osd_tools import advise, replay
 
 COSTS = Costs(
   RoundCosts((2.0, 3.0, 4.0), num_draft_tokens=(0, 1, 3), request_ms=1.0),

@@ -10,12 +10,13 @@ import pytest
 import tiny_online
 from conftest import ROOT
 
-from osd_jax import corpus, online, pairs, replay, runs
+from osd_jax import corpus, online, pairs, runs
 from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.data import streams
 from osd_jax.data.batches import EncodedExample, read_corpus
 from osd_jax.engine.requests import Request
 from osd_jax.engine.server import Server
+from osd_tools import replay
 
 sys.path += [str(ROOT / "experiments" / "open_questions"), str(ROOT / "benchmarks")]
 

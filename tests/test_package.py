@@ -184,7 +184,7 @@ def installed(repository: pathlib.Path, tmp_path_factory) -> pathlib.Path:
   """A folder with an installed wheel, which was built from a source archive."""
   folder = tmp_path_factory.mktemp("wheel")
   source = folder / "source"
-  folders = ("osd_jax", "osd_tools", "gin_configs")
+  folders = ("osd_jax", "osd_serve", "osd_tools", "gin_configs")
   for name in (*folders, "pyproject.toml", "README.md", "LICENSE"):
     if (repository / name).is_dir():
       ignored = shutil.ignore_patterns("__pycache__")

@@ -1,6 +1,6 @@
 """Open questions of online speculative decoding, answered on recorded answers.
 
-Every system meets the same answers in the same order, see `osd_jax.replay`. A cell is
+Every system meets the same answers in the same order, see `osd_tools.replay`. A cell is
 one system on one stream with one seed. It is written to `--out` when it is finished,
 and the same command skips what is there.
 
@@ -78,7 +78,7 @@ from setting import (
 from stability import stability
 from targets import targets
 
-from osd_jax import base, corpus, metrics, offline, online, pairs, replay, sharding
+from osd_jax import base, corpus, metrics, offline, online, pairs, sharding
 from osd_jax.costs.table import Costs
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.data.examples import TaskConfig
@@ -88,6 +88,7 @@ from osd_jax.distillation.schedule import Request, ScheduleConfig
 from osd_jax.engine import measurement
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
+from osd_tools import replay
 
 INTERVALS = (1, 2, 4, 8, 32, 128, 500)
 KINDS = ("sharp", "mixture", "cyclic")

@@ -9,12 +9,13 @@ import numpy as np
 import orders
 import recordings
 
-from osd_jax import base, offline, pairs, replay
+from osd_jax import base, offline, pairs
 from osd_jax.costs.table import Costs
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.schedule import WorthConfig
 from osd_jax.engine.requests import DecodingConfig
 from osd_jax.main import settings
+from osd_tools import replay
 
 Cell = dict[str, Any]
 Answers = Iterable[tuple[Cell, Any]]

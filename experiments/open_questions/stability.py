@@ -24,9 +24,10 @@ import rich.table
 import tuning
 from setting import Answers, Cell, Setting, changed, key_of
 
-from osd_jax import base, replay
+from osd_jax import base
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.schedule import ScheduleConfig
+from osd_tools import replay
 
 FOUR = ("maths", "sql", "python", "finance")
 MORE = tuple(tuning.MORE_TOPICS)  # which only the target of eight topics knows

@@ -15,8 +15,9 @@ import recordings
 import tuning
 from setting import Answers, Cell, Setting, changed, key_of
 
-from osd_jax import base, corpus, pairs, replay
+from osd_jax import base, corpus, pairs
 from osd_jax.data.batches import EncodedExample
+from osd_tools import replay
 
 TUNED = "sql"
 STEPS = 150  # of tuning, 32 rows each

@@ -38,7 +38,7 @@ import rich.console
 import rich.table
 
 from osd_jax.main import settings
-from osd_jax.serving.service import ServeConfig, Service
+from osd_serve.service import ServeConfig, Service
 
 MOMENTS = ("start", "checkpoint", "anywhere", "anywhere")
 CLIENTS = 6

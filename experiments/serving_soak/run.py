@@ -48,7 +48,7 @@ import rich.table
 from osd_jax.data import examples
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
-from osd_jax.serving.service import ServeConfig
+from osd_serve.service import ServeConfig
 
 BEFORE, AFTER = ("maths", "sql"), ("python", "finance")
 COMPLETE, LEFT, BAD, SAMPLED = "complete", "left", "bad", "sampled"

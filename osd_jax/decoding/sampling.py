@@ -30,6 +30,25 @@ class Purpose(enum.IntEnum):
   ROUND = 3
 
 
+def numbered_seed(seed: int, number: int) -> int:
+  """Returns the seed of one of several requests with the same seed.
+
+  Drafts that were learned from an answer, or copied from it, depend on the noise that
+  drew it. A request that draws with this noise again would accept them too often. So
+  requests have numbers, and different numbers below 2**32 turn a seed into different
+  seeds.
+
+  Args:
+    seed: uint32, the request's own.
+    number: how many requests came before it.
+  """
+  # The finalizer of MurmurHash3: each step is invertible, so no two numbers collide.
+  mixed = (number + 1) % 2**32
+  for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+    mixed = (mixed ^ mixed >> shift) * factor % 2**32
+  return (seed + (mixed ^ mixed >> 16)) % 2**32
+
+
 def make_settings(
   rows: int,
   *,

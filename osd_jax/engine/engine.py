@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
-from osd_jax.decoding import drafters
+from osd_jax.decoding import accept, drafters, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.engine import measurement, steps
 from osd_jax.engine.controller import Call, Choice, Controller
@@ -61,6 +61,7 @@ class Slot:
   Attributes:
     request: the request.
     prompt: its padded prompt.
+    number: see `Finished.number`.
     milliseconds: wall time of its prefill and of its share of the calls.
     lacks_draft: the draft has not been prefilled for it.
     prefill_ms: wall time of its prefill.
@@ -68,13 +69,14 @@ class Slot:
 
   request: Request
   prompt: PaddedPrompt
+  number: int
   milliseconds: float = 0.0
   lacks_draft: bool = False
   prefill_ms: float = 0.0
 
   def to_json(self) -> dict[str, Any]:
     """Returns the part that a checkpoint stores as JSON."""
-    names = ("milliseconds", "lacks_draft", "prefill_ms")
+    names = ("number", "milliseconds", "lacks_draft", "prefill_ms")
     return {"tag": self.request.tag, **{name: getattr(self, name) for name in names}}
 
 
@@ -123,6 +125,7 @@ class Engine:
     served: prepared parameters.
     shortlist: [N] int32, the tokens that the draft's output head covers; None: all.
     draft_version: version of the draft that serves.
+    submitted: requests so far, in all sessions of a run that continues.
     expecting: more requests may come soon, so calls are short.
     watched_rounds: rounds of such a call, and while a request's text is watched.
     report: called with a progress line before costs are measured.
@@ -180,12 +183,20 @@ class Engine:
     if draft is not None:
       if draft.shortlist:
         self.shortlist = np.arange(draft.shortlist, dtype=np.int32)
-      self.swap(draft_params, 0)
+      self._prepare_draft_params(draft_params)
     widths = self.spec.widths
     self._controller = Controller(config, draft is not None, by_survival=bool(widths))
     self._warm: set[int] = set()  # buckets whose calls are compiled and measured
     self._tables = measurement.RoundTables()
-    self._waiting: deque[Request] = deque()
+    self._waiting: deque[tuple[int, Request]] = deque()
+    self.submitted = 0
+    # Whether noise depends on a request's number, too: from when on drafts may depend
+    # on earlier answers. A coupled rule gives plain decoding's answer in any case.
+    rule = accept.resolve(config.acceptance_rule)
+    self._may_be_numbered = draft is not None and not rule.coupled
+    self._is_numbered = self._may_be_numbered and (
+      self._memory is not None or not self._controller.is_fixed
+    )
     self.watched_rounds = WATCHED_ROUNDS
     self.report: Callable[[str], object] = lambda text: None
     self.clear()
@@ -214,7 +225,8 @@ class Engine:
     """Serves new draft parameters from the next call on; outputs do not change.
 
     The draft's cache of rows in flight keeps the entries of the old draft: that may
-    cost acceptance for the rest of the request, never exactness.
+    cost acceptance for the rest of the request, never exactness. Noise depends on the
+    requests' numbers from here on, because the new draft may have learned from answers.
 
     Args:
       draft_params: trained parameters; the served copy is made here.
@@ -234,11 +246,40 @@ class Engine:
           f" {size}, DraftServing.shortlist of the draft."
         )
       self.shortlist = np.asarray(shortlist, np.int32)
+    self._prepare_draft_params(draft_params)
+    self.draft_version = version
+    self._number_noise()
+
+  def _prepare_draft_params(self, draft_params: base.Params) -> None:
+    assert self.spec.draft is not None
     self._prepared = steps.prepare(
       self.spec.draft, draft_params, self.shortlist, self.spec
     )
     self._serve_memory(self._memory)
-    self.draft_version = version
+
+  def _number_noise(self) -> None:
+    """Lets the noise of all requests depend on their numbers, also of those in flight.
+
+    A swap before the first request and update changes nothing: no answer can have
+    taught that draft.
+    """
+    if self._is_numbered or not self._may_be_numbered:
+      return
+    if not (self.submitted or self.draft_version):
+      return
+    self._is_numbered = True
+    rows = self._occupied()
+    if rows:
+      seeds = np.zeros(self.config.rows, np.uint32)
+      for number, slot in rows:
+        seeds[number] = self._seed(slot.request, slot.number)
+      self._state = steps.reseed(self.spec, self._state, seeds)
+
+  def _seed(self, request: Request, number: int) -> int:
+    seed = request.sampling.seed
+    if self._is_numbered and request.speculative:
+      return sampling.numbered_seed(seed, number)
+    return seed
 
   def _serve_memory(self, memory: Any) -> None:
     assert self.spec.drafter is not None
@@ -279,10 +320,15 @@ class Engine:
     """Raises `InputError` if a request cannot be decoded; see `Request.check`."""
     request.check(self.config, self.spec.target.vocab_size)
 
-  def submit(self, request: Request) -> None:
-    """Queues a request, or raises as `check` does."""
+  def submit(self, request: Request, number: int | None = None) -> None:
+    """Queues a request, or raises as `check` does.
+
+    `number` is its number in a server of several engines; None counts here.
+    """
     self.check(request)
-    self._waiting.append(request)
+    place = self.submitted if number is None else number
+    self.submitted = max(self.submitted, place + 1)
+    self._waiting.append((place, request))
 
   def step(self) -> list[Finished]:
     """Runs one turn of all rows; returns the requests that finished, by slot."""
@@ -322,7 +368,8 @@ class Engine:
     # Checked first, so that a bad request fails before any other is answered.
     for request in requests:
       self.check(request)
-    self._waiting.extend(requests)
+    for request in requests:
+      self.submit(request)
     answers: list[Finished] = []
     while self.in_flight:
       for done in self.step():
@@ -348,6 +395,7 @@ class Engine:
       Answers to made-up requests, with which a caller may warm up its own calls.
     """
     lengths, memory, answers = self.config.source_lengths, self.memory, []
+    submitted = self.submitted
     for length in lengths:  # one after the other, or all rows would have the longest
       prompt = np.full(length, base.EOS_ID, np.int32)
       answers += self.run([Request(prompt, max_new_tokens=1)])
@@ -356,9 +404,11 @@ class Engine:
       steps.resize(self.spec, self.served, state, after)
       if before > after and self.config.rows > 1:
         self._warm_up_insertion(state, after)
+    self._warm_up_swap()
     self.clear()
     if memory is not None:
       self._serve_memory(memory)  # without the made-up requests
+    self.submitted = submitted
     return answers
 
   def messages(self) -> list[str]:
@@ -376,7 +426,9 @@ class Engine:
       "draft_version": self.draft_version,
       "bucket": self._bucket,
       "slots": [slot and slot.to_json() for slot in self._slots],
-      "waiting": [request.tag for request in self._waiting],
+      "waiting": [[number, request.tag] for number, request in self._waiting],
+      "submitted": self.submitted,
+      "is_numbered": self._is_numbered,
       "controller": self._controller.to_json(),
     }
 
@@ -404,7 +456,8 @@ class Engine:
     """
     shortlist = host["shortlist"]
     self.swap(draft_params, host["draft_version"], shortlist)
-    self._waiting = deque(map(request_of, host["waiting"]))
+    self._waiting = deque((n, request_of(tag)) for n, tag in host["waiting"])
+    self.submitted, self._is_numbered = host["submitted"], host["is_numbered"]
     if not host["slots"]:
       return  # the checkpoint of a run with replicas, which held the rows
     self._bucket, self._state = host["bucket"], arrays["rows"]
@@ -414,7 +467,8 @@ class Engine:
       if saved is not None:
         request = request_of(saved["tag"])
         kept = {name: value for name, value in saved.items() if name != "tag"}
-        self._slots[number] = Slot(request, self._padded(request), **kept)
+        prompt = self._padded(request, saved["number"])
+        self._slots[number] = Slot(request, prompt, **kept)
     self._controller.from_json(host["controller"])
     if self._state is not None:
       self._progress = read_progress(self._state, self.spec.drafter)
@@ -422,7 +476,7 @@ class Engine:
   def _occupied(self) -> list[tuple[int, Slot]]:
     return [(n, slot) for n, slot in enumerate(self._slots) if slot is not None]
 
-  def _padded(self, request: Request) -> PaddedPrompt:
+  def _padded(self, request: Request, number: int = 0) -> PaddedPrompt:
     """Returns the request as arrays, padded to the longest bucket."""
     limit, longest = request.max_new_tokens, self.config.source_lengths[-1]
     # One shape for all buckets: a batch is cut to its bucket when it is prefilled, and
@@ -430,7 +484,8 @@ class Engine:
     source = np.full((1, longest), self.spec.target.pad_id, np.int32)
     source[0, : len(request.tokens)] = request.tokens
     limit = self.config.target_length if limit is None else limit
-    settings = request.sampling.settings(limit, request.speculative, request.owner)
+    draws = dataclasses.replace(request.sampling, seed=self._seed(request, number))
+    settings = draws.settings(limit, request.speculative, request.owner)
     return PaddedPrompt(source, settings)
 
   # --- Admission ----------------------------------------------------------------------
@@ -445,9 +500,9 @@ class Engine:
       self._fit_bucket()
       taken = {}
       for number in steps.first_free_slots(free, rows, parts):
-        if self._waiting and self._bucket_of(self._waiting[0]) <= self._bucket:
-          request = self._waiting.popleft()
-          taken[number] = Slot(request, self._padded(request))
+        if self._waiting and self._bucket_of(self._waiting[0][1]) <= self._bucket:
+          place, request = self._waiting.popleft()
+          taken[number] = Slot(request, self._padded(request, place), place)
       self._prefill(taken)
 
   def _bucket_of(self, request: Request) -> int:
@@ -458,7 +513,7 @@ class Engine:
 
     All rows share one bucket, because a call has one source length.
     """
-    requests = [self._waiting[0], *(slot.request for _, slot in self._occupied())]
+    requests = [self._waiting[0][1], *(slot.request for _, slot in self._occupied())]
     needed = max(map(self._bucket_of, requests))
     if needed == self._bucket:
       return
@@ -478,6 +533,14 @@ class Engine:
     state = steps.insert(self.spec, self.served, state, batch)
     if not self._controller.is_fixed:
       steps.insert_undrafted(self.spec, self.served, state, batch)
+
+  def _warm_up_swap(self) -> None:
+    """Compiles what a first swap does with the rows in flight, for each bucket."""
+    if self._may_be_numbered and not self._is_numbered:
+      seeds = np.zeros(self.config.rows, np.uint32)
+      for length in self.config.source_lengths:
+        state = steps.empty(self.spec, self.served, length)
+        steps.reseed(self.spec, state, seeds)
 
   def _warm_up_bucket(self, bucket: int) -> None:
     """Compiles every call of a bucket at its first use, and measures missing costs.
@@ -656,6 +719,7 @@ class Engine:
       accepted=int(counters.accepted),
       accepted_per_position=tuple(counters.accepted_per_position.tolist()),
       milliseconds=slot.milliseconds,
+      number=slot.number,
       prefill_ms=slot.prefill_ms,
       batch=batch,
       settings=settings,

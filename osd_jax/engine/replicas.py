@@ -109,8 +109,8 @@ class Replica:
       trained, version, shortlist = draft
       params = self._draft.join(trained, self._frozen)
       self._engine.swap(params, version, shortlist)
-    for request in requests:
-      self._engine.submit(request)
+    for request in requests:  # their tags are numbers of the driver
+      self._engine.submit(request, request.tag)
     self._engine.expecting = expecting
     return [_on_host(done) for done in self._engine.step()]
 
@@ -143,6 +143,7 @@ class Replicas:
     config: shapes of decoding.
     draft_version: version of the newest draft that replicas get.
     shortlist: [N] int32, the tokens that its output head covers; None: all.
+    submitted: requests so far, in all sessions; each has its number in this order.
     expecting: see `Engine.expecting`; every replica has a value of its own.
   """
 
@@ -196,7 +197,7 @@ class Replicas:
       .remote()
     )
     self._load_arguments = settings, given, decoding, partition
-    self._serial = self._lost_in_turn = self._drafts = 0
+    self.submitted = self._lost_in_turn = self._drafts = 0
     self._draft_reference: Any = None
     self._messages: list[str] = []
     self._waiting: collections.deque[tuple[int, Request]] = collections.deque()
@@ -225,8 +226,8 @@ class Replicas:
   def submit(self, request: Request) -> None:
     """Queues a request, or raises as `check` does."""
     self.check(request)
-    self._waiting.append((self._serial, request))
-    self._serial += 1
+    self._waiting.append((self.submitted, request))
+    self.submitted += 1
 
   def swap(
     self,
@@ -309,7 +310,9 @@ class Replicas:
       "draft_version": self.draft_version,
       "bucket": 0,  # an engine in one process then expects no rows
       "slots": [],
-      "waiting": [unanswered[serial].tag for serial in sorted(unanswered)],
+      "waiting": [[serial, unanswered[serial].tag] for serial in sorted(unanswered)],
+      "submitted": self.submitted,
+      "is_numbered": True,
     }
 
   def structure(self, host: dict[str, Any]) -> None:
@@ -333,8 +336,8 @@ class Replicas:
   ) -> None:
     """Continues from the result of `state`."""
     self.swap(draft_params, host["draft_version"], host["shortlist"])
-    for tag in host["waiting"]:
-      self.submit(request_of(tag))
+    self._waiting.extend((n, request_of(tag)) for n, tag in host["waiting"])
+    self.submitted = host["submitted"]
 
   def _first(self) -> tuple[_Handle, list[Finished]]:
     """Waits for a call of any replica; replaces a replica that was lost.

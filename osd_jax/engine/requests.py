@@ -406,6 +406,8 @@ class Finished:
     drafted_by_cache: those of `drafted` that the n-gram cache named.
     accepted_by_cache: those of `accepted` that it named.
     prefill_ms: wall time of its prefill.
+    number: how many requests were submitted to the server before it; see
+      `sampling.numbered_seed`.
   """
 
   request: Request
@@ -422,6 +424,7 @@ class Finished:
   drafted_by_cache: int = 0
   accepted_by_cache: int = 0
   prefill_ms: float = 0.0
+  number: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

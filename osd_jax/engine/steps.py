@@ -316,6 +316,14 @@ def advance(
   return spec.place(state)
 
 
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def reseed(
+  spec: DecodeSpec, state: state_lib.DecodeState, seed: jax.Array
+) -> state_lib.DecodeState:
+  """Lets the rows draw with other seeds [B] from here on."""
+  return spec.place(state.replace(settings=state.settings.replace(seed=seed)))
+
+
 def exactly(spec: DecodeSpec, num_draft_tokens: int) -> tuple[int, np.ndarray | None]:
   """Returns K and prices of a call whose rounds all draft this many tokens."""
   if not num_draft_tokens or not spec.widths:

@@ -44,7 +44,7 @@ COMMANDS = {
   ),
   "serve": Command(
     "ServeConfig",
-    "osd_jax.serving.command",
+    "osd_serve.command",
     "serve OpenAI's HTTP API while the draft learns from its traffic",
     "osd serve\n"
     "  osd serve --gin.PairConfig.target='\"my_flan_t5\"' --gin.ServeConfig.port=8080\n"
@@ -87,7 +87,7 @@ COMMANDS = {
   ),
   "advise": Command(
     "AdviseConfig",
-    "osd_jax.advise",
+    "osd_tools.advise",
     "estimate on a log of answers what a draft, a cache and learning would gain",
     "osd advise --gin_file=runs/advise.gin --gin.LOG=\"'runs/demo/outputs.jsonl'\"",
   ),

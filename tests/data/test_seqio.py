@@ -163,7 +163,7 @@ def test_missing_seqio_task_error_names_the_field(fields):
 def _exported(task: TaskConfig, vocabulary: Vocabulary, name: str) -> list:
   import seqio
 
-  from osd_jax.data import seqio_export
+  from osd_tools import seqio_export
 
   assert seqio_export.register(task, vocabulary, name) == name
   dataset = seqio.get_mixture_or_task(name).get_dataset(
@@ -218,7 +218,7 @@ def test_exported_task_read_back_gives_the_same_examples(jsonl_task, vocabulary)
 def test_exported_task_keeps_the_end_token_of_cut_prompts(jsonl_task, vocabulary):
   import seqio
 
-  from osd_jax.data import seqio_export
+  from osd_tools import seqio_export
 
   name = seqio_export.register(dataclasses.replace(jsonl_task, name="cut"), vocabulary)
   task = seqio.get_mixture_or_task(name)
@@ -234,7 +234,7 @@ def test_exported_task_keeps_the_end_token_of_cut_prompts(jsonl_task, vocabulary
 def test_registering_a_different_task_under_the_same_name_is_refused(
   jsonl_task, vocabulary
 ):
-  from osd_jax.data import seqio_export
+  from osd_tools import seqio_export
 
   task = dataclasses.replace(jsonl_task, name="again")
   for _ in range(2):
@@ -249,7 +249,7 @@ def test_registering_a_different_task_under_the_same_name_is_refused(
 
 
 def test_export_of_missing_files_names_the_pattern(tmp_path, vocabulary):
-  from osd_jax.data import seqio_export
+  from osd_tools import seqio_export
 
   task = TaskConfig("absent", data_dir=str(tmp_path), pattern="a.jsonl")
   with pytest.raises(base.InputError, match=r"TaskConfig\.pattern .*a\.jsonl"):

@@ -89,6 +89,9 @@ def test_reused_engine_equals_a_fresh_one():
   reused.swap(cases.draft_params("far"), 1)
   assert len(set(map(tuple, cases.texts(reused.run(others))))) > 1
   reused.swap(cases.draft_params("close"), 0)
+  for each in (reused, fresh):  # as if both had served as many requests
+    each.swap(cases.draft_params("close"), 1)
+    each.submitted = 100
   found, alike = reused.run(sampled), fresh.run(sampled)
   assert cases.texts(found) == cases.texts(alike)
   assert cases.texts(found) != cases.expected()  # sampling changes the outputs

@@ -15,8 +15,8 @@ import uvicorn
 
 from osd_jax.distillation.schedule import ScheduleConfig
 from osd_jax.engine.requests import DecodingConfig
-from osd_jax.serving import app
-from osd_jax.serving.service import LEARNING, ServeConfig, Service
+from osd_serve import app
+from osd_serve.service import LEARNING, ServeConfig, Service
 
 DECODING = DecodingConfig(
   rows=2, num_draft_tokens=3, source_lengths=(48,), target_length=24

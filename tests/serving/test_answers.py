@@ -14,7 +14,7 @@ from serving.running import TEXTS
 from osd_jax.data import chat
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine.server import Server
-from osd_jax.serving.service import Service
+from osd_serve.service import Service
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from serving import running, traffic
 from osd_jax import base, pairs
 from osd_jax.engine.server import Server
 from osd_jax.main import commands, settings
-from osd_jax.serving import command
-from osd_jax.serving.service import ServeConfig
+from osd_serve import command
+from osd_serve.service import ServeConfig
 
 SETTINGS = (
   "DecodingConfig.rows=2",

@@ -21,9 +21,9 @@ from osd_jax import base
 from osd_jax.engine.requests import Request
 from osd_jax.models import weights
 from osd_jax.runs import RunDirectory
-from osd_jax.serving import learning
-from osd_jax.serving.learning import Journal
-from osd_jax.serving.scheduler import EngineFailedError
+from osd_serve import learning
+from osd_serve.learning import Journal
+from osd_serve.scheduler import EngineFailedError
 
 TOKENS = np.asarray([3, 4], np.int32)
 ANSWER = types.SimpleNamespace(request=Request(TOKENS), tokens=TOKENS)
@@ -347,8 +347,8 @@ def test_slow_learner_drops_answers_instead_of_delaying_them(pair, plain, monkey
 
 
 def test_run_directory_is_locked_and_checks_the_settings(tmp_path):
-  from osd_jax.serving import command
-  from osd_jax.serving.service import ServeConfig
+  from osd_serve import command
+  from osd_serve.service import ServeConfig
 
   config = ServeConfig(run_directory=str(tmp_path / "run"))
   with command._opened(config, ""):

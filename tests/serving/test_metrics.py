@@ -14,10 +14,10 @@ from osd_jax import pairs
 from osd_jax.distillation.schedule import NOISE
 from osd_jax.engine import measurement, steps
 from osd_jax.engine.requests import Prompt
-from osd_jax.serving import service
-from osd_jax.serving.metrics import EARLIER, Shifts
-from osd_jax.serving.scheduler import Job, Scheduler
-from osd_jax.serving.tenants import Tenant
+from osd_serve import service
+from osd_serve.metrics import EARLIER, Shifts
+from osd_serve.scheduler import Job, Scheduler
+from osd_serve.tenants import Tenant
 
 COUNTED = "osd:draft_tokens_total", "osd:accepted_draft_tokens_total"
 

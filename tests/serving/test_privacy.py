@@ -13,8 +13,8 @@ from serving.test_tenants import CACHE, calls
 
 from osd_jax import base
 from osd_jax.decoding import ngrams
-from osd_jax.serving import command
-from osd_jax.serving.service import ServeConfig
+from osd_serve import command
+from osd_serve.service import ServeConfig
 
 
 class Clock:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from osd_jax.data import chat
 from osd_jax.engine.requests import SamplingConfig
-from osd_jax.serving import protocol
-from osd_jax.serving.protocol import Refusal
+from osd_serve import protocol
+from osd_serve.protocol import Refusal
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 

@@ -7,7 +7,7 @@ import pytest
 from serving import running
 from serving.running import TEXTS
 
-from osd_jax.serving import app, protocol, schema
+from osd_serve import app, protocol, schema
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from serving import running
 from serving.running import TEXTS, Gate
 
 from osd_jax.engine import engine
-from osd_jax.serving import app, scheduler
-from osd_jax.serving.service import ServeConfig
+from osd_serve import app, scheduler
+from osd_serve.service import ServeConfig
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from serving import running
 from serving.running import TEXTS
 
 from osd_jax.decoding import ngrams
-from osd_jax.serving.tenants import Tenants
+from osd_serve.tenants import Tenants
 
 CACHE = 4096
 

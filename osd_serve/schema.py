@@ -7,7 +7,7 @@ routes, and send requests that are generated from it.
 import importlib.metadata
 from typing import Any
 
-from osd_jax.serving.protocol import IGNORED, MAX_CHOICES, MAX_STOPS, NEUTRAL, TENANT
+from osd_serve.protocol import IGNORED, MAX_CHOICES, MAX_STOPS, NEUTRAL, TENANT
 
 Schema = dict[str, Any]
 

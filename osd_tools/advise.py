@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import rich.console
 
-from osd_jax import base, certificate, corpus, pairs, replay, runs, session
+from osd_jax import base, certificate, corpus, pairs, runs, session
 from osd_jax.costs.table import Costs
 from osd_jax.data.batches import EncodedExample
 from osd_jax.data.examples import TaskConfig, TaskExamples
@@ -24,6 +24,7 @@ from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, SamplingConf
 from osd_jax.engine.server import DECODING, Server
 from osd_jax.report import progress
 from osd_jax.sharding import PartitionConfig
+from osd_tools import replay
 
 CACHE_TOKENS = replay.CACHE_TOKENS
 # Systems.

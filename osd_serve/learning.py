@@ -69,6 +69,7 @@ class Journal:
     row["prompt"] = done.request.tokens.tolist()
     sampling = vars(done.request.sampling)
     row |= {"answer": done.tokens.tolist(), "sampling": sampling}
+    row["request"] = done.number
     with self._lock:
       self._lines.append(row)
     self.end += 1
@@ -241,7 +242,7 @@ class Learning:
     self._server.learner.forget(drops)
     # Without a journal, checkpoints hold no records either.
     if self._checkpoints is not None and self._journal is not None:
-      self._checkpoints.rewrite(self.finished, *self._server.learner.state())
+      self._checkpoints.rewrite(self.finished, *self._state())
       self._journal.forget(self.finished, drops)
 
   def expire(self) -> None:
@@ -315,11 +316,15 @@ class Learning:
   def _checkpoint(self, replace: bool = False) -> None:
     """Saves the learner, and forgets answers that no checkpoint needs."""
     assert self._checkpoints is not None
-    arrays, host = self._server.learner.state(has_rows=self._journal is not None)
     complete = self._checkpoints.steps()  # the new step may fail to be written
-    self._checkpoints.save(self.finished, arrays, host, replace)
+    self._checkpoints.save(self.finished, *self._state(), replace)
     if self._journal is not None:
       self._journal.forget(min(complete[-checkpoint.KEEP :], default=0))
+
+  def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the learner's state, and how many requests there were."""
+    arrays, host = self._server.learner.state(has_rows=self._journal is not None)
+    return arrays, {**host, "submitted": self._server.engine.submitted}
 
   def _save(self) -> None:
     """Saves a checkpoint and takes a running update, at the end of serving."""
@@ -330,8 +335,7 @@ class Learning:
         self._server.finish_learning()
         if self._checkpoints is not None and self._journal is None:
           # The newest step may have been saved before this update.
-          learned = self._server.learner.state(has_rows=False)
-          self._checkpoints.rewrite(self.finished, *learned)
+          self._checkpoints.rewrite(self.finished, *self._state())
     except Exception as error:
       self._fail(error)
 
@@ -341,6 +345,7 @@ class Learning:
     server, learner = self._server, self._server.learner
     found = self._checkpoints.restore(learner.structure)
     if found is not None:
+      server.engine.submitted = found[1].pop("submitted")
       learner.restore(*found)
       self.finished = learner.finished
       server.engine.swap(server.draft_params, learner.version, learner.shortlist())
@@ -353,6 +358,9 @@ class Learning:
     """Learns from the answers that the newest checkpoint lacks."""
     server, learner = self._server, self._server.learner
     journal.end = max(journal.end, learner.finished)
+    engine = server.engine
+    for row in journal.read(0):
+      engine.submitted = max(engine.submitted, row.get("request", -1) + 1)
     for row in journal.read(learner.finished):
       if row["number"] != learner.finished:
         raise base.InputError(

@@ -17,16 +17,16 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from osd_jax import base
-from osd_jax.serving import protocol, schema
-from osd_jax.serving.protocol import Refusal
-from osd_jax.serving.scheduler import (
+from osd_serve import protocol, schema
+from osd_serve.protocol import Refusal
+from osd_serve.scheduler import (
   Call,
   DrainingError,
   EngineFailedError,
   Event,
   QueueFullError,
 )
-from osd_jax.serving.service import Service
+from osd_serve.service import Service
 
 BODY_LIMIT = 2**20  # bytes; a prompt has at most some thousand tokens
 DRAFT_LIMIT = 2**32  # bytes of a draft's file
@@ -129,7 +129,7 @@ class _Routes:
 
   def __init__(self, service: Service, has_token: bool):
     self._service, self._model = service, service.config.model_name
-    page = importlib.resources.files("osd_jax.serving") / "page.html"
+    page = importlib.resources.files("osd_serve") / "page.html"
     self._page = page.read_text(encoding="utf-8")
     decoding = service.config.decoding
     self._longest = decoding.source_lengths[-1] + decoding.target_length

@@ -10,7 +10,7 @@ import prometheus_client as prometheus
 
 from osd_jax.distillation.schedule import RESUME_DROP, RESUME_WINDOW
 from osd_jax.engine.requests import Finished
-from osd_jax.serving.scheduler import Job, Load
+from osd_serve.scheduler import Job, Load
 
 SECONDS = (
   *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),

@@ -28,10 +28,10 @@ from osd_jax.engine.requests import (
   Request,
   SamplingConfig,
 )
-from osd_jax.serving import protocol
-from osd_jax.serving.learning import Learning
-from osd_jax.serving.metrics import Metrics, finish_reason
-from osd_jax.serving.scheduler import (
+from osd_serve import protocol
+from osd_serve.learning import Learning
+from osd_serve.metrics import Metrics, finish_reason
+from osd_serve.scheduler import (
   Call,
   EngineFailedError,
   Event,
@@ -39,7 +39,7 @@ from osd_jax.serving.scheduler import (
   Scheduler,
   first_line,
 )
-from osd_jax.serving.tenants import Tenants
+from osd_serve.tenants import Tenants
 
 # Several rows, and updates that serving never waits for.
 DECODING = dataclasses.replace(server.DECODING, rows=4)

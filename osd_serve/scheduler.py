@@ -25,7 +25,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax.engine.requests import Finished, Prompt, Request, TextSoFar
 from osd_jax.engine.server import Server
-from osd_jax.serving.tenants import Tenant
+from osd_serve.tenants import Tenant
 
 
 class QueueFullError(Exception):

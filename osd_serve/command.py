@@ -15,7 +15,7 @@ import rich.console
 
 from osd_jax import background, base, runs, sharding
 from osd_jax.report import progress
-from osd_jax.serving.service import ServeConfig, Service
+from osd_serve.service import ServeConfig, Service
 
 __all__ = ["ServeConfig", "run"]
 
@@ -36,7 +36,7 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
     import starlette  # noqa: F401
     import uvicorn  # noqa: F401
 
-  from osd_jax.serving import app
+  from osd_serve import app
 
   background.share_heaps()
   sharding.make(config.partition)  # first, because it configures JAX before its start

@@ -93,7 +93,7 @@ class Ours:
     jax.block_until_ready(self._batch)
 
   def start(self) -> "Ours":
-    """Creates the weights and the optimiser state."""
+    """Creates the weights and the optimizer state."""
     self._model, params = contenders.random_model(self._shape)
     self._learner = updates.init_learner(CONFIG, params)
     return self

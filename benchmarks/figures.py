@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-  """Colours of everything but the data.
+  """Colors of everything but the data.
 
   Attributes:
     ink: text.
@@ -67,7 +67,7 @@ THEMES = {
   "light": Theme(ink="#222222", faint="#B8B8B8", grid="#ECECEC"),
   "dark": Theme(ink="#E2E4EA", faint="#6B6F7B", grid="#3A3D47"),
 }
-# Distinguishable on light and dark pages, and by colour-blind readers.
+# Distinguishable on light and dark pages, and by color-blind readers.
 BLUE, ORANGE, GREEN, PINK, GREY = "#2F8FD0", "#E07B2A", "#1AA37A", "#CC79A7", "#8A8A8A"
 COLORS = (BLUE, ORANGE, GREEN, PINK, GREY)
 SYSTEMS = {
@@ -76,7 +76,7 @@ SYSTEMS = {
   "attached frozen": (BLUE, ":"),
   "attached online": (BLUE, "-"),
 }
-# Way to draft -> colour, and whether it is mixed with the cache.
+# Way to draft -> color, and whether it is mixed with the cache.
 DRAFTERS = {
   "lookup": (GREY, False),
   "cache": (GREEN, False),

@@ -187,7 +187,7 @@ class Reply:
 
 
 def send(url: str, verb: str, path: str, body: bytes = b"") -> tuple[int, str]:
-  """Sends a request as it is; returns status and body."""
+  """Sends a raw request; returns status and body."""
   with contextlib.closing(_connected(url)) as connection:
     connection.request(verb, path, body or None, JSON)
     response = connection.getresponse()

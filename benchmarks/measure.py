@@ -199,6 +199,6 @@ def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the rows of a file of JSON lines; none if there is no such file."""
+  """Returns the rows of a file of JSON lines; an empty list without the file."""
   lines = path.read_text().splitlines() if path.exists() else []
   return [json.loads(line) for line in lines]

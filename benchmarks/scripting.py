@@ -142,5 +142,5 @@ def draft_acceptance(found: Sequence[engine.Finished]) -> float:
 
 
 def answers(competitors: Mapping[str, Any]) -> dict[str, list[engine.Finished]]:
-  """Returns the answers of every system; this also compiles all of them."""
+  """Returns the answers of every system; this also compiles the systems."""
   return {name: serve() for name, serve in competitors.items()}

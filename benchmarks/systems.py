@@ -186,7 +186,7 @@ def load(configs: Mapping[str, online.OnlineConfig]) -> dict[str, pairs.Pair]:
 def _with_served(
   model: base.Model, params: base.Params, served: base.Params
 ) -> base.Model:
-  """Returns the model with a ready served copy of these parameters.
+  """Returns a model that already has a served copy of some parameters.
 
   Other parameters are prepared as usual. This includes traced ones, because inside a
   compiled call the ready copy would become a constant.

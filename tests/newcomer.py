@@ -196,7 +196,7 @@ def make_qwen(folder, width=32, heads=4, pairs=2, hidden=48, layers=2):
 
 
 def osd(*words):
-  """Runs a command that must succeed in silence; returns what it prints."""
+  """Runs a command that must succeed; returns its output."""
   run = subprocess.run(["osd", *words], capture_output=True, text=True)
   message = f"osd {' '.join(words)}\n{run.stdout}{run.stderr}"
   assert run.returncode == 0 and "Traceback" not in run.stderr, message
@@ -250,7 +250,7 @@ def main(start):
     pages = browser.measured(frames, pathlib.Path.cwd(), is_dark)
     assert [page["cut"] for page in pages] == [[]] * len(frames), (reports, pages)
     grounds |= {(is_dark, page["ground"]) for page in pages}
-  assert len(grounds) == 2, grounds  # one colour for each scheme
+  assert len(grounds) == 2, grounds  # one color for each scheme
   print("reports: nothing is cut at 400 and 1400 pixels, in light and dark")
 
 

@@ -1,4 +1,4 @@
-"""Plants faults one at a time and checks that the tests catch each of them.
+"""Plants faults one at a time and checks that the tests catch every fault.
 
         python tests/planted_faults.py                 # all: an hour on two cores
         python tests/planted_faults.py adaptive.py     # by file or name

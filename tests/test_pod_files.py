@@ -37,7 +37,7 @@ def test_missing_variable_is_named(tmp_path, missing):
 
 
 def test_scripts_run_an_existing_command(tmp_path, unprepared, capsys):
-  """A dry run reads the settings, so all of them exist."""
+  """A dry run reads the settings and fails if one does not exist."""
   words = run(tmp_path, "--multihost", **ALL).stdout.splitlines()
   assert words[0] in commands.JOINED and words[-1] == "--multihost"
   assert cli.main([*words[:-1], "--dry_run"]) == 0

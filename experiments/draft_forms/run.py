@@ -5,7 +5,7 @@ prompt and continues from tokens. "states" is EAGLE's form: it also gets the tar
 state before each verified token. It is trained on these states only ("1 step"), or also
 on its own states within a draft ("3 steps"). Everything else is equal: layer size,
 head, embedding, rows, loss (forward KL over all tokens, at every position of an answer)
-and optimiser. The target answers held-out prompts; a draft of K tokens starts wherever
+and optimizer. The target answers held-out prompts; a draft of K tokens starts wherever
 the previous one ended.
 
 Serving the form "states" would have further costs: verification returns [B, K + 1, E],
@@ -83,7 +83,7 @@ class Form:
     init: (key) -> parameters.
     logits: (parameters, rows, steps) -> [R, T, V] for each step of a draft.
     taught: number of steps of a draft in the loss.
-    optimizer: the optimiser.
+    optimizer: the optimizer.
   """
 
   init: Callable[[jax.Array], Any]
@@ -197,7 +197,7 @@ def places(mask: jax.Array, step: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def learn(form: Form, params, state, rows: Rows):
-  """One optimiser step; returns loss, parameters and state."""
+  """One optimizer step; returns loss, parameters and state."""
 
   def loss(params):
     total = count = 0.0
@@ -265,7 +265,7 @@ def answered(pair: pairs.Pair, config: offline.OfflineConfig, judge: Judge) -> R
 def taught(
   form: Form, stream: training_batches.BatchStream, judge: Judge, steps: int, bar
 ) -> tuple[Any, Any]:
-  """Parameters and optimiser state after training on a corpus."""
+  """Parameters and optimizer state after training on a corpus."""
   params = form.init(jax.random.key(0))
   state = form.optimizer.init(params)
   for step in bar:
@@ -281,7 +281,7 @@ def taught(
 def step_ms(
   made: dict[str, Form], ends: dict[str, Any], rows: Rows
 ) -> dict[str, float]:
-  """Median CPU milliseconds of an optimiser step; the forms take turns."""
+  """Median CPU milliseconds of an optimizer step; the forms take turns."""
   times: dict[str, list[float]] = {name: [] for name in made}
   for _ in range(TURNS):
     for name, form in made.items():

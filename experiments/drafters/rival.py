@@ -73,6 +73,6 @@ class HuggingFace:
     return self._counts
 
   def close(self) -> dict[str, float]:
-    """Frees the model; there are no further figures."""
+    """Frees the model and returns an empty dict."""
     del self._model, self._assistant
     return {}

@@ -324,7 +324,7 @@ def run(
     config = config_of(stream, args, temperature, rows, seed)
     kind = traffic.PAIRS[stream]
     if kind not in loaded:
-      loaded.clear()  # a large target is not kept beside the next one
+      loaded.clear()  # frees a large target before the next one is loaded
       loaded |= systems.load({kind: config})
 
     common |= measure.provenance()  # of the code that was loaded

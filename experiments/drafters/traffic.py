@@ -1,4 +1,4 @@
-"""The streams of `run.py`: the config of a run on each of them."""
+"""The streams of `run.py`, each with the config of a run."""
 
 import argparse
 import ast

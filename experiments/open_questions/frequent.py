@@ -37,7 +37,7 @@ def frequent(setting: Setting) -> Answers:
 def predictions(
   draft: base.Model, params: base.Params, answers: list[base.DistillationBatch]
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the tokens of all answers, and what the draft names in their place."""
+  """Returns the tokens of all answers and the draft's predictions of them."""
   pairs = []
   for row in answers:
     tokens = jax.device_get(_named(draft, params, row))[0]

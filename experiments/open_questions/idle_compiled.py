@@ -90,7 +90,7 @@ def whole(machine: str, rows: int, drafted: int, program: str, layers: int) -> C
 
 
 def figures(machine: str, rows: int, drafted: int) -> dict:
-  """Returns what a request leaves idle, and what a training step needs."""
+  """Returns the arithmetic that a request leaves idle, and that of a training step."""
   chip = chips.CHIPS[machine.partition(":")[0]]
   verification = f"verification of {drafted + 1} tokens"
   verify = whole(machine, rows, drafted, verification, LAYERS)

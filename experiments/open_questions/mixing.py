@@ -1,4 +1,4 @@
-"""What does a static draft gain from a mix of two topics (the paper's appendix A.4)?
+"""Distills static drafts on mixes of two topics (appendix A.4 of the paper).
 
 The first draft barely knows either topic. Every mix has as many texts and as many
 steps, so that what one topic gets is taken from the other.

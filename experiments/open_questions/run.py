@@ -98,7 +98,7 @@ HELD_OUT = 100  # prompts of each topic
 
 @dataclasses.dataclass(frozen=True)
 class Every:
-  """A schedule: so many slices for each request, in an update every so many requests.
+  """A schedule with a fixed interval and a fixed number of slices per request.
 
   >>> schedule = Every(2, 3)
   >>> state, first = schedule.update(schedule.init(), Request(0.5, 9, 99))
@@ -146,7 +146,7 @@ def how_often(setting: Setting) -> Answers:
       floor = setting.fixed(setting.pair.draft_params, order)
       systems = dict(rivals(setting, order, floor))
       plans = {f"I = {interval}": Every(interval) for interval in INTERVALS}
-      # With one number of slices for all of them, an update is compiled only once.
+      # All use one number of slices, so that an update is compiled only once.
       at_interval = changed(setting.learning, update__steps_per_update=max(INTERVALS))
       learnings = {
         name: changed(at_interval, schedule=plan) for name, plan in plans.items()
@@ -201,7 +201,7 @@ def adversarial(setting: Setting, learning: LearningConfig, seed: int) -> Cell:
 def kept_drafts(
   setting: Setting, order: np.ndarray, learning: LearningConfig, every: int
 ) -> tuple[replay.Course, list[base.Params]]:
-  """Returns a course and the draft after every so many answers."""
+  """Returns a course, and the draft each time that a fixed number of answers passed."""
   drafts, answered = [], itertools.count(1)
 
   def note(overlap, learner):
@@ -300,7 +300,7 @@ def routing(setting: Setting) -> Answers:
 def merged(
   courses: Sequence[replay.Course], parts: Sequence[np.ndarray], order: np.ndarray
 ) -> replay.Course:
-  """Returns one course of several drafts, each of which served a part of a stream."""
+  """Merges the courses of several drafts that each served a part of a stream."""
   at = np.argsort([list(order).index(place) for part in parts for place in part])
   right = [one for course in courses for one in course.right]
   return replay.Course(
@@ -383,7 +383,7 @@ TOLD = {"told": (0, 4), "told, 32 slices": (32, 4), "told, 16 slices twice": (16
 
 
 def shifts(setting: Setting) -> Answers:
-  """Schedules that are told of every shift; they train more, or only go on."""
+  """Schedules that know every shift and then train more, or just continue."""
   for seed in range(setting.seeds):
     order = setting.order("sharp", seed)
     topics = setting.answers.topics[order]
@@ -422,7 +422,7 @@ def after_shifts(
 
 
 def recovered(own: np.ndarray, ceiling: np.ndarray) -> int:
-  """Returns the requests until overlap is near the ceiling's, or all of them."""
+  """Returns the requests until overlap is near the ceiling's; all if it never is."""
   count = metrics.recovery_requests(own.tolist(), float(ceiling.mean()), window=10)
   return count or len(own)
 
@@ -628,7 +628,7 @@ def measured_costs(
 
 
 def main() -> None:
-  """Answers the questions of the command line, or prints what is known."""
+  """Answers the questions of the command line, or prints the stored cells."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("questions", nargs="*", choices=[*QUESTIONS, []])
   parser.add_argument("--seeds", type=int, default=3)

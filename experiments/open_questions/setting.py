@@ -89,7 +89,7 @@ class Setting:
     gain = course.overlap - floor.overlap
     width = min(WORST, len(gain))
     means = np.convolve(gain, np.full(width, 1 / width), "valid")
-    # What a log of the first third says, as a whole and at its end, and what came then.
+    # The gain in the first third, in its second half, and in the rest.
     third = len(gain) // 3
     parts = {
       "gain_early": slice(0, third),

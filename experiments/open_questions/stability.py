@@ -46,7 +46,7 @@ LOG, LATER = 100, 200  # requests
 
 
 def stability(setting: Setting) -> Answers:
-  """Yields a cell for each stream: measures of the log, and what came after it."""
+  """Yields a cell for each stream: measures of the log and the later gain."""
   for seed in range(setting.seeds):
     for names in TOPICS_OF_EIGHT if setting.name == "eight topics" else TOPICS:
       for period in PERIODS if len(names) > 1 else PERIODS[:1]:

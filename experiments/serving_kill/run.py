@@ -48,7 +48,7 @@ Tokens = tuple[int, ...]
 
 @dataclasses.dataclass
 class Tally:
-  """Counts of kills, of what was served, and of faults."""
+  """Counts of kills, answers and faults."""
 
   kills: int = 0
   answers: int = 0  # received completely by a client
@@ -165,7 +165,7 @@ def bindings_of(out: pathlib.Path) -> list[str]:
 
 
 class KillTest:
-  """Kills and restarts a server, and compares what it kept with what clients got."""
+  """Kills and restarts a server; compares its journal with the clients' answers."""
 
   def __init__(self, out: pathlib.Path, seed: int):
     """Saves the pair."""

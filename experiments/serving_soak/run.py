@@ -73,7 +73,7 @@ DROPPED = re.compile(r"^osd:records_dropped\S* (\S+)$", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-  """A prompt and what plain decoding answers, for every number of tokens."""
+  """A prompt and the answer of plain decoding for every number of tokens."""
 
   text: str
   answers: tuple[str, ...]
@@ -153,7 +153,7 @@ def verdict(
   work: Work,
   note: Callable[[http_load.Reply], object] = lambda reply: None,
 ) -> str:
-  """Sends a request; returns "" or what is wrong with the answer.
+  """Sends a request; returns a description of its fault, "" if there was none.
 
   Args:
     url: address of the server.

@@ -37,6 +37,6 @@ def test_oracle_counts_the_calls_of_the_systems_that_ran(lively_pair, tmp_path):
   counts = run.oracle.choose(pair.target, draft, answers, K, run.CACHE)
   assert counts["cache"] == calls["cache"] and counts["draft"] == calls["frozen"]
   assert sum(counts[run.ORACLE]) < min(sum(counts["draft"]), sum(counts["cache"]))
-  # Negative control: another K is told apart.
+  # Negative control: another K needs other calls.
   other = run.oracle.choose(pair.target, draft, answers, K - 1, run.CACHE)
   assert other["draft"] != calls["frozen"]

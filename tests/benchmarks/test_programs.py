@@ -10,7 +10,7 @@ from conftest import xla_flags
 
 pytestmark = pytest.mark.slow
 
-# None of these is needed; without torch, there are no rivals to compare with.
+# Programs need none of these; without torch, they skip their rivals.
 START = """
 import pathlib, runpy, sys
 sys.modules |= dict.fromkeys(("torch", "tensorflow", "seqio"))
@@ -27,7 +27,7 @@ SMALL = (  # settings of runs with a tiny pair
   "UpdateConfig.length_multiple=6",
 )
 TINY = "--target tiny --draft tiny --source_length 8 --length 8 --turns 1"
-# Command of a program, and what its output names.
+# Command of a program -> texts in its output.
 PROGRAMS = {
   "benchmarks/bench_greedy.py --shapes tiny --source 8 --target 8 --no_rivals": (
     "ours, ms/token",

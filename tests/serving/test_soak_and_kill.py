@@ -1,4 +1,4 @@
-"""experiments/serving_soak and serving_kill: what they detect, and a short soak."""
+"""experiments/serving_soak and serving_kill detect faults; a short soak."""
 
 import argparse
 from types import SimpleNamespace

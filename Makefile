@@ -96,6 +96,7 @@ test-unit: $(or $(wildcard $(STAMP)),$(STAMP_UNIT)) ## the test files that take 
 	$(PYTEST) -m "not slow and not hf and not aot" $(UNIT)
 
 durations: ## store the seconds that the last run of each suite measured
+	@mkdir -p runs
 	{ echo suite,file,seconds; for suite in aot hf quick slow; do \
 	  cat runs/durations/$$suite.csv 2>/dev/null || grep "^$$suite," tests/durations.csv || true; \
 	done; } > runs/durations.csv

@@ -1,10 +1,10 @@
-"""Plants faults one at a time and checks that the tests catch each of them.
+"""Plants faults one at a time and checks that the tests catch every fault.
 
         python tests/planted_faults.py                 # all: an hour on two cores
         python tests/planted_faults.py adaptive.py     # by file or name
 
-A fault replaces a text of the package and names the tests that should fail. It is
-planted in a copy of the package, so the working tree never changes. The same tests must
+A fault replaces a text of a package and names the tests that should fail. It is
+planted in a copy of them, so the working tree never changes. The same tests must
 pass in a copy without the fault. `make test` and CI do not run this program.
 """
 
@@ -20,10 +20,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 900  # seconds for the tests of one fault; a hanging test counts as failed
-COPIED = (
-  *("osd_jax", "osd_serve", "osd_tools", "tests", "gin_configs", "docs"),
-  "pyproject.toml",
-)
+PACKAGES = ("osd_jax", "osd_serve", "osd_tools")
+COPIED = (*PACKAGES, "tests", "gin_configs", "docs", "pyproject.toml")
 
 
 class Fault(NamedTuple):
@@ -31,7 +29,7 @@ class Fault(NamedTuple):
 
   Attributes:
     name: what goes wrong.
-    right: a text that occurs once in the package.
+    right: a text that occurs once in the packages.
     wrong: the text that replaces it.
     tests: arguments of pytest, separated by spaces; `-k` takes one word.
   """
@@ -116,21 +114,23 @@ FAULTS = [
     LEARNER,
   ),
   Fault(
-    "a pause stores the level of the newer window only",
-    "_paused_at(state, _mean(older + newer))",
-    "_paused_at(state, _mean(newer) + 0.0)",
+    "an interval is counted from the start of the run",
+    "    is_due = state.finished - state.last_update >= self.update_interval\n"
+    "    if not is_due or not request.slices:",
+    "    is_due = state.finished >= self.update_interval\n"
+    "    if not is_due or not request.slices:",
     SCHEDULE,
   ),
   Fault(
-    "a resumption is not recorded as a change",
-    "paused=False, flat=0, changed=state.finished)",
-    "paused=False, flat=0)",
+    "a shift compares the last requests with a window that contains them",
+    "  newer, earlier = overlaps[-SHORT:], overlaps[:-SHORT]",
+    "  newer, earlier = overlaps[-SHORT:], overlaps",
     SCHEDULE,
   ),
   Fault(
-    "the schedule decides before a full window after a change",
-    "len(newer) == WINDOW and state.finished - state.changed >= WINDOW",
-    "len(newer) == WINDOW",
+    "a shift needs no past",
+    "if len(earlier) >= SHORT else 0.0",
+    "if len(earlier) else 0.0",
     SCHEDULE,
   ),
   Fault(
@@ -596,8 +596,8 @@ FAULTS = [
   # Decoder-only models.
   Fault(
     "a prompt's last token is attended to twice",
-    "  return mask & (left > 1)",
-    "  return mask & (left > 0)",
+    "  return mask & (count > 1)",
+    "  return mask & (count > 0)",
     LLAMA,
   ),
   Fault(
@@ -650,8 +650,8 @@ FAULTS = [
   ),
   Fault(
     "the window of a step is measured from the beginning of the answer",
-    "prompt_bias = biases(config, seen, at, in_prompt)",
-    "prompt_bias = biases(config, seen, slot, in_prompt)",
+    "prompt_bias = biases(config, visible, at, in_prompt)",
+    "prompt_bias = biases(config, visible, slot, in_prompt)",
     LLAMA,
   ),
   Fault(
@@ -674,7 +674,7 @@ FAULTS = [
   ),
   Fault(
     "a long decoder-only prompt loses its end",
-    "    return np.concatenate([prompt[:kept], prompt[kept - length :]])",
+    "    return np.concatenate([prompt[:count], prompt[count - length :]])",
     "    return prompt[:length]",
     TOKENIZERS,
   ),
@@ -728,9 +728,9 @@ FAULTS = [
     UPDATE,
   ),
   Fault(
-    "the gap uses all recent requests instead of a window",
-    "    gap = 1.0 - state.mean(RESUME_WINDOW)",
-    "    gap = 1.0 - _mean(state.recent)",
+    "the history of a schedule is longer than its window",
+    "state, finished=state.finished + 1, recent=recent[-SHORT:]",
+    "state, finished=state.finished + 1, recent=recent[-5 * SHORT :]",
     SCHEDULE,
   ),
   Fault(
@@ -747,9 +747,9 @@ FAULTS = [
   ),
   Fault(
     "compared requests have a fixed place in their block",
-    "    return place == chosen",
-    "    return place == 0 * chosen",
-    "tests/test_metering.py",
+    "    return place == choice",
+    "    return place == 0 * choice",
+    "tests/loop/test_meter.py",
   ),
   Fault(
     "an n-gram with the same hash is a candidate",
@@ -809,43 +809,25 @@ FAULTS = [
     "replicas keep their answers to themselves",
     "        replica.unseen.extend(texts)\n",
     "        pass\n",
-    "tests/engine/test_replica_cache.py -k shared",
+    "tests/tools/test_replica_cache.py -k shared",
   ),
   Fault(
     "entries of the n-gram cache are only hidden by their hash",
     "is_kept & is_own &",
     "is_kept &",
-    f"{NGRAMS} -k owner",
+    f"{NGRAMS} -k salt",
   ),
   Fault(
-    "owners share the places of an n-gram",
-    "for part in (owner[..., 0], owner[..., 1], *tokens):",
+    "salts share the places of an n-gram",
+    "for part in (salt[..., 0], salt[..., 1], *tokens):",
     "for part in tokens:",
-    f"{NGRAMS} -k owner",
+    f"{NGRAMS} -k salt",
   ),
   Fault(
-    "a deleted tenant still finds its entries of the cache",
-    'text = f"{generation} {name}".encode()',
-    "text = name.encode()",
-    f"{SERVING}deletion.py -k cache_entries",
-  ),
-  Fault(
-    "answers of a deleted tenant that wait are learnt from",
-    'if is_dropped() or self._is_old(tag["time"]):',
-    'if self._is_old(tag["time"]):',
-    f"{SERVING}deletion.py -k wait",
-  ),
-  Fault(
-    "a deletion leaves the newest checkpoint as it is",
-    "    if step in self.steps() and step:\n",
-    "    if not step:\n",
-    f"{CHECKPOINTS} -k rewritten",
-  ),
-  Fault(
-    "erased rows take part in the draw",
-    "is_drawn = (ages < size) & is_kept",
-    "is_drawn = ages < size",
-    f"{BUFFER} -k erased",
+    "cache_salt is not given to the engine",
+    "salt = self._salt(ask.cache_salt)",
+    'salt = self._salt("")',
+    f"{SERVING}privacy.py -k other_salt",
   ),
   Fault(
     "checkpoints without answers hold an update's rows",
@@ -874,8 +856,8 @@ FAULTS = [
   ),
   Fault(
     "a request that must not draft is forgotten",
-    "request.sampling.settings(limit, request.speculative, request.owner)",
-    "request.sampling.settings(limit, True, request.owner)",
+    "draws.settings(limit, request.speculative, request.cache_salt)",
+    "draws.settings(limit, True, request.cache_salt)",
     f"{DRAFTING} -k must_not",
   ),
   Fault(
@@ -953,15 +935,22 @@ FAULTS = [
     f"{SERVING}stress.py -k full_queue",
   ),
   Fault(
-    "answers with learn = false are written to the journal",
-    "if self.learning is not None and job.prompt.learn and not is_dropped():",
-    "if self.learning is not None and not is_dropped():",
+    "answers with learn = false are written to the disk and learned",
+    "return job.prompt.learn and not job.is_cancelled",
+    "return not job.is_cancelled",
     f"{SERVING}learning.py -k leave_no_trace",
   ),
   Fault(
-    "a restarted server forgets the journal",
-    "in journal.read(learner.finished):",
-    "in ():",
+    "the client has its answer before the disk",
+    "    entries = [self._entry(answer) for answer in answers or ()]\n    every",
+    "    self.source.publish(answers or ())\n"
+    "    entries = [self._entry(answer) for answer in answers or ()]\n    every",
+    f"{SERVING}learning.py -k before_its_client",
+  ),
+  Fault(
+    "a restarted server forgets the answers after its checkpoint",
+    "self._process_again(runs.read(self.log.outputs.path))",
+    "self._process_again(iter(()))",
     f"{SERVING}learning.py -k killed",
   ),
   Fault(
@@ -975,14 +964,14 @@ FAULTS = [
 
 def main(words: list[str]) -> int:
   """Returns 1 if a fault survives or if tests fail without a fault, else 0."""
-  chosen = [
+  faults = [
     fault
     for fault in FAULTS
     if not words or any(word in f"{where(fault)} {fault.name}" for word in words)
   ]
   ready: dict[str, bool] = {}
   caught, total = collections.Counter(), collections.Counter()
-  for fault in chosen:
+  for fault in faults:
     if fault.tests not in ready:
       ready[fault.tests] = outcome(None, fault.tests) == "passed"
     started = time.perf_counter()
@@ -1000,10 +989,11 @@ def main(words: list[str]) -> int:
 
 
 def where(fault: Fault) -> str:
-  """Returns the file of the package that contains the text of the fault."""
+  """Returns the file of a package that contains the text of the fault."""
   files = [
     str(path.relative_to(ROOT))
-    for path in sorted((ROOT / "osd_jax").rglob("*.py"))
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
     if fault.right in path.read_text()
   ]
   if len(files) != 1 or (ROOT / files[0]).read_text().count(fault.right) != 1:
@@ -1033,7 +1023,7 @@ def run(copy: Path, tests: str) -> str:
   }
   command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
   try:
-    done = subprocess.run(
+    tests_run = subprocess.run(
       [*command, *tests.split()],
       cwd=copy,
       env=environment,
@@ -1043,8 +1033,8 @@ def run(copy: Path, tests: str) -> str:
     )
   except subprocess.TimeoutExpired:
     return "failed"
-  known = {0: "passed", 1: "failed"}
-  return known.get(done.returncode, f"ended with {done.returncode}")
+  outcomes = {0: "passed", 1: "failed"}
+  return outcomes.get(tests_run.returncode, f"ended with {tests_run.returncode}")
 
 
 if __name__ == "__main__":

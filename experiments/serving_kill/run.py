@@ -37,6 +37,7 @@ import numpy as np
 import rich.console
 import rich.table
 
+from osd_jax import runs
 from osd_jax.main import settings
 from osd_serve.service import ServeConfig, Service
 
@@ -48,7 +49,7 @@ Tokens = tuple[int, ...]
 
 @dataclasses.dataclass
 class Tally:
-  """Counts of kills, of what was served, and of faults."""
+  """Counts of kills, answers and faults."""
 
   kills: int = 0
   answers: int = 0  # received completely by a client
@@ -57,22 +58,21 @@ class Tally:
   lost: int = 0  # answers that the journal does not have
   doubled: int = 0  # prompts that the journal has twice
   renumbered: int = 0  # numbers that changed their meaning
-  unobserved: int = 0  # numbers that were gone before this program could read them
   kept_in_spite_of_learn_false: int = 0
   learner_count_off_by: int = 0
   buffer_rows_unlike_the_journal: int = 0
 
   def faults(self) -> int:
     """Returns the total number of faults."""
-    told = self.kills + self.answers + self.in_journal
-    return sum(dataclasses.asdict(self).values()) - told
+    not_faults = self.kills + self.answers + self.in_journal
+    return sum(dataclasses.asdict(self).values()) - not_faults
 
 
 class Journal:
-  """All answers that the journal of a run directory ever had.
+  """All answers that outputs.jsonl of a run directory ever had.
 
   Attributes:
-    rows: number -> token ids of prompt and answer.
+    rows: place among the answers with tokens -> token ids of prompt and answer.
     renumbered: numbers that were seen with different contents.
   """
 
@@ -85,12 +85,15 @@ class Journal:
   def read(self) -> None:
     """Adds what the file has now; a line that is being written counts later."""
     lines = self._path.read_text().splitlines() if self._path.exists() else []
+    entries = []
     for line in lines:
       with contextlib.suppress(ValueError):
         row = json.loads(line)
-        entry = tuple(row["prompt"]), tuple(row["answer"])
-        if self.rows.setdefault(row["number"], entry) != entry:
-          self.renumbered.add(row["number"])
+        if "output_ids" in row:
+          entries.append((tuple(row["prompt_ids"]), tuple(row["output_ids"])))
+    for number, entry in enumerate(entries):
+      if self.rows.setdefault(number, entry) != entry:
+        self.renumbered.add(number)
 
 
 class Clients:
@@ -165,7 +168,7 @@ def bindings_of(out: pathlib.Path) -> list[str]:
 
 
 class KillTest:
-  """Kills and restarts a server, and compares what it kept with what clients got."""
+  """Kills and restarts a server; compares its journal with the clients' answers."""
 
   def __init__(self, out: pathlib.Path, seed: int):
     """Saves the pair."""
@@ -178,7 +181,7 @@ class KillTest:
     self._run = out / "run"
     self._start_seconds = 10.0
     self.tally, self.moments = Tally(), dict.fromkeys(MOMENTS, 0)
-    self.journal, self.clients = Journal(self._run / "journal.jsonl"), Clients(seed)
+    self.journal, self.clients = Journal(self._run / "outputs.jsonl"), Clients(seed)
 
   def live(self, number: int, kills: bool) -> None:
     """Starts the server and kills it, or ends it in order.
@@ -223,7 +226,7 @@ class KillTest:
         self._watch(server, 0.005)
 
   def _watch(self, server: http_load.Server, seconds: float) -> None:
-    """Reads the journal again and again, because checkpoints shorten it."""
+    """Reads the journal again and again, so that a change is seen."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.process.poll() is None:
       self.journal.read()
@@ -240,15 +243,13 @@ class KillTest:
     tally.lost = len(self.clients.received - set(prompts))
     tally.doubled = len(prompts) - len(set(prompts))
     tally.renumbered = len(self.journal.renumbered)
-    end = max(rows, default=-1) + 1
-    tally.unobserved = end - len(rows)
+    end = len(rows)
     tally.kept_in_spite_of_learn_false = len(self.clients.private & set(prompts))
     config, _ = settings.load(ServeConfig, ["runs/serve.gin"], self._bindings)
-    service = Service(config, self._run)
+    service = Service(config, runs.RunDirectory(self._run))
     try:
-      assert service.learning is not None
       buffer = service.server.learner.state()[0]["buffer"]
-      counts = service.learning.finished, int(buffer.added)
+      counts = service.loop.learned, int(buffer.added)
       tally.learner_count_off_by = max(abs(count - end) for count in counts)
       tally.buffer_rows_unlike_the_journal = differing(buffer, rows)
     finally:
@@ -259,16 +260,16 @@ def differing(buffer: Any, rows: dict[int, tuple[Tokens, Tokens]]) -> int:
   """Returns how many rows of a replay buffer are not those of the journal."""
   data, end = buffer.data, int(buffer.added)
   sources, targets, masks = map(np.asarray, (data.source, data.target, data.mask))
-  found = 0
+  count = 0
   for number in range(max(end - buffer.capacity, 0), end):
     slot = number % buffer.capacity
     prompt, answer = rows.get(number, ((), ()))
-    kept = targets[slot][masks[slot]].tolist()
-    is_same = kept == list(answer) and sources[slot, : len(prompt)].tolist() == list(
+    tokens = targets[slot][masks[slot]].tolist()
+    is_same = tokens == list(answer) and sources[slot, : len(prompt)].tolist() == list(
       prompt
     )
-    found += not is_same
-  return found
+    count += not is_same
+  return count
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -277,24 +278,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--kills", type=int, default=50)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--out", type=pathlib.Path, default="runs/serving_kill")
-  given = parser.parse_args(arguments)
-  out = given.out.absolute()
+  args = parser.parse_args(arguments)
+  out = args.out.absolute()
   if (out / "run").exists():
     parser.error(f"--out: {out} contains an earlier test; choose a new folder")
   out.mkdir(parents=True, exist_ok=True)
-  started, test = time.monotonic(), KillTest(out, given.seed)
-  for number in range(given.kills + 1):
-    test.live(number, kills=number < given.kills)
+  started, test = time.monotonic(), KillTest(out, args.seed)
+  for number in range(args.kills + 1):
+    test.live(number, kills=number < args.kills)
   test.compare()
-  found = dataclasses.asdict(test.tally)
-  found["seconds"] = round(time.monotonic() - started)
-  found |= {f"kills_at_{moment}": count for moment, count in test.moments.items()}
+  counts = dataclasses.asdict(test.tally)
+  counts["seconds"] = round(time.monotonic() - started)
+  counts |= {f"kills_at_{moment}": count for moment, count in test.moments.items()}
   table = rich.table.Table("count", "value")
-  for name, value in found.items():
+  for name, value in counts.items():
     table.add_row(name.replace("_", " "), str(value))
   rich.console.Console().print(table)
-  print(json.dumps(found))
-  (out / "result.json").write_text(json.dumps(found) + "\n")
+  print(json.dumps(counts))
+  (out / "result.json").write_text(json.dumps(counts) + "\n")
   return 1 if test.tally.faults() else 0
 
 

@@ -266,27 +266,6 @@ def test_plain_decoding_makes_one_target_call_per_token():
   assert (np.asarray(state.length) <= np.asarray(settings.max_length)).all()
 
 
-def test_records_hold_unprocessed_distributions_under_any_sampling():
-  table = table_that_ends(2)
-  settings = harness.settings_of(
-    4,
-    max_length=12,
-    temperature=[0.0, 0.3, 1.0, 2.0],
-    top_k=[0, 2, 0, 3],
-    repetition_penalty=[1, 1.5, 1, 1],
-  )
-  state = harness.tabular_steps(table, settings, 12, record=3)
-  for row, output in enumerate(harness.outputs(state)):
-    fed = [0, 0, *output]
-    logits = np.array([table[fed[i], fed[i + 1]] for i in range(len(output))])
-    log_probs, ids, tail = oracles.truncate(logits, 3)
-    np.testing.assert_allclose(
-      state.records.log_probs[row, : len(output)], log_probs, atol=1e-5
-    )
-    np.testing.assert_array_equal(state.records.ids[row, : len(output)], ids)
-    np.testing.assert_allclose(state.records.tail[row, : len(output)], tail, atol=1e-6)
-
-
 # --- At the limit -------------------------------------------------------------------
 
 

@@ -284,6 +284,8 @@ def test_open_bracket_is_reported_and_not_the_next_setting(written):
     (["online", "--gin_flie=x"], "osd online: error: unknown option or argument"),
     (["generate", "a", "--temprature", "1"], "'--temprature'; did you mean --temperat"),
     (["convert", "--multihost"], "osd convert: error: unknown option"),
+    (["generate", "--multihost"], "an option of osd online"),
+    (["convert", "--process_id=0"], "an option of osd online"),
     (["online", "--replicas", "x"], "osd online: error: argument --replicas: invalid"),
     (["compare"], "osd compare: error: the following arguments are required: RUN"),
   ],

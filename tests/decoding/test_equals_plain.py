@@ -49,15 +49,16 @@ def plain(rows, rule):
 
 @functools.cache
 def served(name, draft):
-  """Tokens of different drafts are served by one compiled program."""
   return tables.CASES[name].served(DRAFTS[draft])
 
 
 @pytest.mark.parametrize(
-  ("rule", "k", "rows"),
-  [("rejection", 3, 6), ("block", 3, 6), ("coupling", 3, 6), ("coupling", 8, 1)],
+  ("name", "rule", "k", "rows"),
+  [
+    *((name, rule, 3, 6) for name in tables.CASES for rule in accept_lib.RULES),
+    *((name, "coupling", 8, 1) for name in ("model", "cache")),
+  ],
 )
-@pytest.mark.parametrize("name", tables.CASES)
 def test_tables_equal_plain_decoding_with_any_drafter(name, rule, k, rows):
   case, settings = tables.CASES[name], settings_of(rows, rule)
   for draft in DRAFTS:

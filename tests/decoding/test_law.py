@@ -165,7 +165,14 @@ def drafter_p_value(case, rule, run=tables.RUN, rows=40_000):
 DRAFTERS = [
   name
   for name in tables.CASES
-  if name not in ("model", "empty cache", "mixture, by the draft", "mixture, fair")
+  if name
+  not in (
+    "model",
+    "empty cache",
+    "mixture, by the draft",
+    "mixture, fair",
+    "mixture, dear",
+  )
 ]
 
 

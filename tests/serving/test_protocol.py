@@ -89,10 +89,10 @@ BAD = [
     {"stream": True, "stream_options": {"speed": 1}},
     "stream_options.speed: no such option",
   ),
-  ({"prompt": ""}, "prompt: received an empty text"),
-  ({"prompt": []}, "prompt: received an empty list"),
-  ({"prompt": [[]]}, "prompt: received [] in a list"),
-  ({"prompt": [1, "a"]}, "prompt: received 1 in a list"),
+  ({"prompt": " "}, 'prompt: received " ", expected a text, token ids, or a list of'),
+  ({"prompt": []}, "prompt: received [], expected a text, token ids, or a list"),
+  ({"prompt": [[]]}, "prompt: received [[]], expected a text, token ids"),
+  ({"prompt": [1, "a"]}, 'prompt: received [1, "a"], expected a text, token ids'),
   ({"prompt": None}, "prompt: missing"),
   ({"logprobs": 9}, "logprobs: received 9, expected at most 8"),
   ({"logprobs": 1, "stream": True}, "logprobs: not supported together with stream"),
@@ -109,10 +109,10 @@ BAD_CHATS = [
   ({"messages": []}, "messages: received [], expected a list of messages"),
   ({"messages": ["a"]}, 'messages[0]: received "a", expected an object'),
   ({"messages": [{"role": "tool"}]}, 'messages[0].role: received "tool"'),
-  ({"messages": [{"role": "user"}]}, "messages[0].content: expected a text"),
+  ({"messages": [{"role": "user"}]}, "messages[0].content: missing, expected a text"),
   (
     {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-    "messages[0].content: expected a text, or a list of parts of type text",
+    'messages[0].content: received [{"type": "image_url"}], expected a text, or a list',
   ),
   (
     {"messages": [*MESSAGES, {"role": "assistant", "content": "a"}]},
@@ -148,7 +148,7 @@ VALUES = st.recursive(
   ),
   max_leaves=4,
 )
-NAMES = (*protocol._COMPLETION, *protocol._CHAT, *protocol.NEUTRAL, "unknown")
+NAMES = (*protocol.Completion.model_fields, *protocol.Chat.model_fields, "unknown")
 
 
 @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)

@@ -17,29 +17,20 @@ def server(pair):
     yield made
 
 
-def body_of(server, path):
-  found = server.client.get("/openapi.json").json()
-  (content,) = found["paths"][path]["post"]["requestBody"]["content"].values()
-  return content["schema"]
-
-
-@pytest.mark.parametrize(
-  ("path", "used"),
-  [
-    ("/v1/completions", protocol._COMPLETION),
-    ("/v1/chat/completions", protocol._CHAT),
-  ],
-)
-def test_parameters_are_those_that_requests_may_have(server, path, used):
-  listed = set(body_of(server, path)["properties"])
-  assert listed == set(used) | set(protocol.NEUTRAL) | protocol.IGNORED
+def test_limits_are_those_of_the_server(server):
+  described = server.client.get("/openapi.json").json()["components"]["schemas"]
+  limits = {"max_tokens": 24, "top_logprobs": protocol.MAX_TOP}
+  for name, limit in limits.items():
+    assert described["Chat"]["properties"][name]["anyOf"][0]["maximum"] == limit
+  for name in ("Chat", "Completion", "Tokenize", "Detokenize"):
+    assert described[name]["properties"]["model"]["anyOf"][0]["const"] == "osd"
 
 
 def test_paths_are_the_routes(server):
-  found = server.client.get("/openapi.json").json()["paths"]
-  listed = {(path, verb.upper()) for path, verbs in found.items() for verb in verbs}
+  paths = server.client.get("/openapi.json").json()["paths"]
+  described = {(path, verb.upper()) for path, verbs in paths.items() for verb in verbs}
   routes = app.make(server.service).routes
-  assert listed == {
+  assert described == {
     (route.path, verb) for route in routes for verb in route.methods - {"HEAD"}
   }
 
@@ -93,15 +84,14 @@ def test_documented_requests_get_documented_answers(server):
       if (path, verb) != ("/admin/draft", "put"):  # no generated file is a draft
         # Otherwise only refusals would have been tested.
         assert any(status < 300 for status in statuses), (path, statuses)
-  for path in ("/v1/completions", "/v1/chat/completions"):
+  for path, name in (("completions", "Completion"), ("chat/completions", "Chat")):
     # Few of the requests above ask for a stream and are not refused.
-    content = described["paths"][path]["post"]["requestBody"]["content"]
-    whole = content["application/json"]["schema"]
+    whole = described["components"]["schemas"][name]
     kept = (*whole["required"], "temperature", "max_tokens", "n")
     properties = {name: whole["properties"][name] for name in kept}
     properties["stream"] = {"const": True}
     whole |= {"properties": properties, "required": [*whole["required"], "stream"]}
-    statuses, kinds = send_generated(server, described, path, "post", 20)
+    statuses, kinds = send_generated(server, described, f"/v1/{path}", "post", 20)
     assert "text/event-stream" in kinds, statuses
   assert server.text(TEXTS[0])
 
@@ -122,8 +112,7 @@ def test_answer_that_is_not_as_described_is_noticed(server, change, failure):
   if change is None:
     del operation["responses"]["200"]
   else:
-    content = operation["responses"]["200"]["content"]["application/json"]
-    content["schema"]["properties"] |= change
+    described["components"]["schemas"]["CompletionAnswer"]["properties"] |= change
   with pytest.raises(BaseExceptionGroup) as found:
     send_generated(server, described, "/v1/completions", "post", 40)
   assert any(failure in str(one) for one in found.value.exceptions)

@@ -15,9 +15,9 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 def read(fields, is_chat=False, **changes):
-  asked = {"messages": MESSAGES} if is_chat else {"prompt": "Hello"}
+  body = {"messages": MESSAGES} if is_chat else {"prompt": "Hello"}
   default = SamplingConfig(temperature=1.0)
-  return protocol.read_ask({**asked, **fields}, is_chat, "osd", default, 8, **changes)
+  return protocol.read_ask({**body, **fields}, is_chat, "osd", default, 8, **changes)
 
 
 def test_settings_become_those_of_the_prompt():
@@ -67,9 +67,9 @@ def test_messages_become_a_conversation():
     "Hello",
   )
   several = [{"role": "developer", "content": "Be brief."}, *MESSAGES]
-  (found,) = read({"messages": several}, True).inputs
-  assert isinstance(found, chat.Conversation)
-  assert [one["role"] for one in found.messages] == ["system", "user"]
+  (conversation,) = read({"messages": several}, True).inputs
+  assert isinstance(conversation, chat.Conversation)
+  assert [one["role"] for one in conversation.messages] == ["system", "user"]
 
 
 # Parameters, the start of the message, and the name in the error.
@@ -130,14 +130,14 @@ BAD_CHATS = [
   [(False, *bad) for bad in BAD] + [(True, *bad) for bad in BAD_CHATS],
 )
 def test_bad_request_is_refused_with_one_line(is_chat, fields, message):
-  with pytest.raises(Refusal) as found:
+  with pytest.raises(Refusal) as error:
     read(fields, is_chat)
-  refusal = found.value
+  refusal = error.value
   assert refusal.message.startswith(message)
   assert refusal.status == 400 and "\n" not in refusal.message
-  error = json.loads(json.dumps(refusal.body()))["error"]
-  assert error["type"] == "invalid_request_error"
-  assert error["param"] == message.split(":")[0].split("[")[0].split(".")[0]
+  body = json.loads(json.dumps(refusal.body()))["error"]
+  assert body["type"] == "invalid_request_error"
+  assert body["param"] == message.split(":")[0].split("[")[0].split(".")[0]
 
 
 VALUES = st.recursive(
@@ -174,13 +174,13 @@ def test_values_without_effect_are_accepted():
 
 
 def test_other_models_are_not_found():
-  with pytest.raises(Refusal) as found:
+  with pytest.raises(Refusal) as error:
     read({"model": "gpt"})
-  assert found.value.status == 404
+  assert error.value.status == 404
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 10**5])
 def test_body_that_is_no_object_is_refused(body):
-  with pytest.raises(Refusal) as found:
+  with pytest.raises(Refusal) as error:
     protocol.read_object(body)
-  assert found.value.status == 400 and "\n" not in found.value.message
+  assert error.value.status == 400 and "\n" not in error.value.message

@@ -13,8 +13,8 @@ from osd_serve import app, protocol, schema
 @pytest.fixture(scope="module")
 def server(pair):
   decoding = dataclasses.replace(running.DECODING, cache_tokens=1024)
-  with running.running(pair, token="sesame", decoding=decoding) as made:
-    yield made
+  with running.running(pair, token="sesame", decoding=decoding) as one:
+    yield one
 
 
 def test_limits_are_those_of_the_server(server):
@@ -43,15 +43,15 @@ def test_token_is_described_where_one_is_needed():
 def send_generated(server, described, path, verb, count=20):
   """Sends requests that the description allows; returns the statuses they got."""
   schemathesis = pytest.importorskip("schemathesis")
-  from schemathesis.specs.openapi import checks as found
+  from schemathesis.specs.openapi import checks as conformance
 
   statuses, kinds = [], set()
-  loaded = schemathesis.openapi.from_dict(described)
+  described = schemathesis.openapi.from_dict(described)
   checks = [
     schemathesis.checks.not_a_server_error,
-    found.status_code_conformance,
-    found.content_type_conformance,
-    found.response_schema_conformance,
+    conformance.status_code_conformance,
+    conformance.content_type_conformance,
+    conformance.response_schema_conformance,
   ]
 
   @hypothesis.settings(
@@ -61,7 +61,7 @@ def send_generated(server, described, path, verb, count=20):
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
   )
-  @hypothesis.given(case=loaded[path][verb].as_strategy())
+  @hypothesis.given(case=described[path][verb].as_strategy())
   def send(case):
     headers = {"Authorization": "Bearer sesame"}
     answer = case.call_and_validate(
@@ -87,8 +87,8 @@ def test_documented_requests_get_documented_answers(server):
   for path, name in (("completions", "Completion"), ("chat/completions", "Chat")):
     # Few of the requests above ask for a stream and are not refused.
     whole = described["components"]["schemas"][name]
-    kept = (*whole["required"], "temperature", "max_tokens", "n")
-    properties = {name: whole["properties"][name] for name in kept}
+    names = (*whole["required"], "temperature", "max_tokens", "n")
+    properties = {name: whole["properties"][name] for name in names}
     properties["stream"] = {"const": True}
     whole |= {"properties": properties, "required": [*whole["required"], "stream"]}
     statuses, kinds = send_generated(server, described, f"/v1/{path}", "post", 20)
@@ -113,6 +113,6 @@ def test_answer_that_is_not_as_described_is_noticed(server, change, failure):
     del operation["responses"]["200"]
   else:
     described["components"]["schemas"]["CompletionAnswer"]["properties"] |= change
-  with pytest.raises(BaseExceptionGroup) as found:
+  with pytest.raises(BaseExceptionGroup) as error:
     send_generated(server, described, "/v1/completions", "post", 40)
-  assert any(failure in str(one) for one in found.value.exceptions)
+  assert any(failure in str(one) for one in error.value.exceptions)

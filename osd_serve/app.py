@@ -211,7 +211,7 @@ class _Routes:
     service = self._service
     top = service.config.decoding.record_top_k
     fields = await _fields(request)
-    ask = protocol.read_ask(fields, is_chat, self._model, service.sampling, top)
+    ask = protocol.read_ask(fields, is_chat, self._model, top)
     call = service.submit(ask)
     reply = protocol.Reply(ask, self._model)
     if ask.stream:

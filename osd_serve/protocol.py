@@ -14,7 +14,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import pydantic
@@ -77,24 +77,6 @@ class Refusal(Exception):
 def _wrong(where: str, param: str, message: str, code: str | None = None) -> Refusal:
   """The refusal of a parameter, or of a place in it, such as messages[0]."""
   return Refusal(400, f"{where}: {message}.", param, code)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ask:
-  """A checked request."""
-
-  is_chat: bool  # whether it came as messages
-  # A text, a conversation or token ids for each prompt.
-  inputs: tuple[str | tuple[int, ...], ...]
-  prompt: Prompt  # settings of all prompts; its text is not used
-  n: int = 1  # answers per prompt; answer i of all draws with seed + i
-  stream: bool = False  # send pieces of text as they are accepted
-  include_usage: bool = False  # a stream ends with a chunk that holds the usage
-  echo: bool = False  # answers begin with their prompt
-  # Number of alternatives per token; None for no log-probabilities.
-  top_logprobs: int | None = None
-  # Its answers use only entries of the n-gram cache with the same text.
-  cache_salt: str = ""
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -178,8 +160,13 @@ class Parameters(_Others):
   speculative: bool = True
   cache_salt: str | None = Field(None, min_length=1)
 
+  @property
+  def include_usage(self) -> bool:
+    """Whether a stream ends with a chunk that holds the usage."""
+    return self.stream_options is not None and self.stream_options.include_usage
+
   def settings(self, defaults: SamplingConfig) -> Prompt:
-    """Returns a prompt without its text; `defaults` are used where nothing is given."""
+    """Returns the settings as a prompt without text; `defaults` fill the gaps."""
     names = {field.name for field in dataclasses.fields(Prompt)}
     own = {name: getattr(self, name) for name in names & self.model_fields_set}
     # Without a seed, every request draws anew, as OpenAI's API promises.
@@ -194,6 +181,7 @@ class Parameters(_Others):
 class Completion(Parameters):
   """The parameters of /v1/completions."""
 
+  is_chat: ClassVar[bool] = False
   prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1)] = Field(
     description="a text, token ids, or a list of either, none of them empty"
   )
@@ -242,6 +230,8 @@ _Messages = Annotated[list[Message], Field(min_length=1)]
 class Chat(Parameters):
   """The parameters of /v1/chat/completions."""
 
+  is_chat: ClassVar[bool] = True
+  echo: ClassVar[bool] = False
   messages: _Messages = Field(description="a list of messages")
   max_completion_tokens: int | None = Field(None, ge=1)
   logprobs: bool = False
@@ -271,6 +261,7 @@ class Detokenize(Body):
   tokens: TokenIds = Field(description="a list of token ids")
 
 
+Ask = Completion | Chat
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
@@ -344,59 +335,43 @@ def _expected(schema: Mapping[str, Any]) -> str:
 
 
 def read_ask(
-  fields: Mapping[str, Any],
-  is_chat: bool,
-  model: str,
-  defaults: SamplingConfig,
-  record_top_k: int = 0,
+  fields: Mapping[str, Any], is_chat: bool, model: str, record_top_k: int = 0
 ) -> Ask:
   """Checks a request for completions, or for chat completions if `is_chat`.
 
-  `defaults` is the sampling of requests that state none. Only `record_top_k` entries of
-  the target's distributions are kept, so no more alternatives per token can be
-  returned.
+  Only `record_top_k` entries of the target's distributions are kept, so no more
+  alternatives per token can be returned.
 
   Raises:
     Refusal: a parameter is wrong, missing, unknown or not supported.
   """
-  body = read(Chat if is_chat else Completion, fields, model)
-  assert isinstance(body, Chat | Completion)
-  inputs, top, echo = body.inputs, body.top, not is_chat and body.echo
+  ask = read(Chat if is_chat else Completion, fields, model)
 
   def check(holds: Any, name: str, message: str) -> None:
     if not holds:
       raise _wrong(name, name, message)
 
-  received = f"received n = {body.n} for {len(inputs)} prompts"
+  count = len(ask.inputs)
   expected = f"expected at most {MAX_CHOICES} answers in one request"
-  check(body.n * len(inputs) <= MAX_CHOICES, "n", f"{received}, {expected}")
-  if isinstance(body, Chat):
-    is_one = body.max_tokens is None or body.max_completion_tokens is None
+  received = f"received n = {ask.n} for {count} prompts"
+  check(ask.n * count <= MAX_CHOICES, "n", f"{received}, {expected}")
+  name = "logprobs"
+  if isinstance(ask, Chat):
+    is_one = ask.max_tokens is None or ask.max_completion_tokens is None
     check(is_one, "max_tokens", "give max_completion_tokens or max_tokens")
-    is_used = body.top_logprobs is None or body.logprobs
-    check(is_used, "top_logprobs", "needs logprobs = true")
-  is_used = not body.stream_options or body.stream
+    name, is_used = "top_logprobs", ask.top_logprobs is None or ask.logprobs
+    check(is_used, name, "needs logprobs = true")
+  is_used = not ask.stream_options or ask.stream
   check(is_used, "stream_options", "needs stream = true")
-  most = f"at most {record_top_k}, DecodingConfig.record_top_k of this server"
-  name = "top_logprobs" if is_chat else "logprobs"
-  check((top or 0) <= record_top_k, name, f"received {top}, expected {most}")
-  other = "stream" if body.stream else "echo"
-  is_alone = top is None or not (body.stream or echo)
+  expected = f"at most {record_top_k}, DecodingConfig.record_top_k of this server"
+  is_kept = (ask.top or 0) <= record_top_k
+  check(is_kept, name, f"received {ask.top}, expected {expected}")
+  other = "stream" if ask.stream else "echo"
+  is_alone = ask.top is None or not (ask.stream or ask.echo)
   check(is_alone, "logprobs", f"not supported together with {other}; leave one out")
-  is_text = all(isinstance(one, str) for one in inputs)
-  check(not echo or is_text, "echo", "expected a prompt of text, not of token ids")
-  options = body.stream_options
-  return Ask(
-    is_chat=is_chat,
-    inputs=inputs,
-    prompt=body.settings(defaults),
-    n=body.n,
-    stream=body.stream,
-    include_usage=options is not None and options.include_usage,
-    echo=echo,
-    top_logprobs=top,
-    cache_salt=body.cache_salt or "",
-  )
+  is_text = all(isinstance(one, str) for one in ask.inputs)
+  check(not ask.echo or is_text, "echo", "expected a prompt of text, not of token ids")
+  return ask
 
 
 def conversation(messages: Sequence[Message]) -> str:
@@ -408,13 +383,8 @@ def conversation(messages: Sequence[Message]) -> str:
     if not messages[0].text.strip():
       raise _wrong("messages", "messages", "received an empty text, expected a prompt")
     return messages[0].text
-  roles = [one.role.replace("developer", "system") for one in messages]
-  return chat.Conversation(
-    [
-      {"role": role, "content": one.text}
-      for role, one in zip(roles, messages, strict=True)
-    ]
-  )
+  role = lambda one: one.role.replace("developer", "system")
+  return chat.Conversation([{"role": role(m), "content": m.text} for m in messages])
 
 
 def _shown(value: Any) -> str:
@@ -536,7 +506,7 @@ def log_probs(
 
   `chosen` [n] are those of the emitted tokens; `decode` returns the text of token ids.
   """
-  count = ask.top_logprobs or 0
+  count = ask.top or 0
   ids = np.asarray(done.batch.records.ids)[0, :, :count]
   values = np.asarray(done.batch.records.log_probs)[0, :, :count]
   # The text of a token depends on those before it, so it is read off the whole.

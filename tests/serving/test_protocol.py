@@ -14,14 +14,17 @@ from osd_serve.protocol import Refusal
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-def read(fields, is_chat=False, **changes):
+def settings(fields, is_chat=False):
+  return read(fields, is_chat).settings(SamplingConfig(temperature=1.0))
+
+
+def read(fields, is_chat=False):
   body = {"messages": MESSAGES} if is_chat else {"prompt": "Hello"}
-  default = SamplingConfig(temperature=1.0)
-  return protocol.read_ask({**body, **fields}, is_chat, "osd", default, 8, **changes)
+  return protocol.read_ask({**body, **fields}, is_chat, "osd", 8)
 
 
 def test_settings_become_those_of_the_prompt():
-  ask = read(
+  prompt = settings(
     {
       "temperature": 0.5,
       "top_p": 0.9,
@@ -33,18 +36,15 @@ def test_settings_become_those_of_the_prompt():
       "max_tokens": 9,
       "learn": False,
       "speculative": False,
-      "cache_salt": "team-1",
-      "n": 2,
     }
   )
-  prompt = ask.prompt
   assert (prompt.temperature, prompt.top_p, prompt.top_k) == (0.5, 0.9, 0)
   assert (prompt.min_p, prompt.repetition_penalty, prompt.seed) == (0.1, 1.2, 7)
   assert (prompt.stop, prompt.max_new_tokens) == (("x",), 9)
-  assert (prompt.learn, prompt.speculative, ask.n) == (False, False, 2)
-  assert (ask.cache_salt, read({}).cache_salt) == ("team-1", "")
-  assert read({}).prompt.temperature == 1.0
-  assert read({"max_completion_tokens": 3}, True).prompt.max_new_tokens == 3
+  assert (prompt.learn, prompt.speculative) == (False, False)
+  assert settings({}).temperature == settings({"temperature": None}).temperature == 1.0
+  assert settings({}).seed != settings({}).seed
+  assert settings({"max_completion_tokens": 3}, True).max_new_tokens == 3
 
 
 @pytest.mark.parametrize(

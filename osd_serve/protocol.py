@@ -38,7 +38,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
   "function_call": ("none",),
   "logit_bias": ({},),
   "modalities": (["text"],),
-  "parallel_tool_calls": (True, False),  # there are no tools to call
+  "parallel_tool_calls": (True, False),  # no tools exist
   "response_format": ({"type": "text"},),
   "service_tier": ("auto", "default"),
   "suffix": ("",),
@@ -169,7 +169,7 @@ class Parameters(_Others):
     """Returns the settings as a prompt without text; `defaults` fill the gaps."""
     names = {field.name for field in dataclasses.fields(Prompt)}
     own = {name: getattr(self, name) for name in names & self.model_fields_set}
-    # Without a seed, every request draws anew, as OpenAI's API promises.
+    # A request without a seed gets a random one, as in OpenAI's API.
     settings = {**vars(defaults), "seed": secrets.randbits(32), **own}
     settings["seed"] %= 2**32
     settings["top_k"] = max(settings["top_k"], 0)

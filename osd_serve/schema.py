@@ -87,8 +87,8 @@ _ERRORS = {
 _ADMIN = ("400", "403", "413", "503")
 _BODY = ("400", "404", "413", "415", "503")
 _FILE: Schema = {"type": "string", "format": "binary"}
-# Of each route: what it does, the body of requests, that of answers, and errors. A body
-# is a model, or a schema with its media type; None is empty.
+# The summary, request body, answer body and errors of each route. A body is a model, or
+# a schema with its media type; None is empty.
 _ROUTES: dict[tuple[str, str], tuple[str, Any, Any, tuple[str, ...]]] = {
   ("/", "get"): ("The live page.", None, ({"type": "string"}, "text/html"), ()),
   ("/live", "get"): ("The page's numbers.", None, ({"type": "object"}, JSON), ()),

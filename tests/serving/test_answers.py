@@ -180,7 +180,7 @@ def test_log_probs_are_those_of_the_target(server, pair, plain):
 
 
 def test_only_chats_have_the_template(tmp_path):
-  """Completions continue a text as it is, also for a model with a chat template."""
+  """A completion continues the plain text even if the model has a chat template."""
   path = tmp_path / "tokenizer.model"
   path.write_bytes(tiny_pair.llama_tokenizer())
   template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

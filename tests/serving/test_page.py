@@ -38,7 +38,7 @@ def test_page_shows_live_numbers_in_a_browser(pair, tmp_path):
   assert classes.count("draft") == 4 and classes.count("floor") == 2
   for name in ("speed against plain", "seconds saved", "of these by the draft"):
     assert re.search(rf'<dd data-name="{name}">-?[\d.,]+', result.stdout), name
-  # Nothing has shifted, and there is no cache.
+  # The traffic did not shift, and the server has no cache.
   assert not re.search(r'class="shift" d="M\d', result.stdout)
   assert 'data-name="of these by the cache"' not in result.stdout
 

@@ -1,4 +1,4 @@
-"""`/openapi.json` is true: its parameters, its paths, and what requests return."""
+"""`/openapi.json` describes the limits, the paths, and what requests return."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A bounded queue of requests, and the one thread that drives `Server.serve`.
+"""A bounded queue of requests: the source of the loop, which one thread drives.
 
     asyncio  --submit-->  waiting  --serving thread-->  rows in flight
     asyncio  <--events--  pieces of text and finished answers, after every compiled call
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from osd_jax import base
+from osd_jax.data import streams
 from osd_jax.engine.requests import Finished, Prompt, Request, TextSoFar
 from osd_jax.engine.server import Server
 
@@ -179,7 +180,7 @@ class Scheduler:
     on_finished: Callable[[Job, Finished], object],
     on_call: Callable[[int], object] = lambda tokens: None,
   ):
-    """Starts nothing yet; only the serving thread uses the server from now on.
+    """Starts nothing yet; only the serving thread uses the server after `start`.
 
     `max_waiting` jobs may wait while all rows are taken. On the serving thread,
     `on_finished` is called with every finished answer that was not cancelled, before
@@ -194,10 +195,13 @@ class Scheduler:
     self._functions: list[tuple[Callable[[], Any], concurrent.futures.Future]] = []
     self._is_draining = self._is_stopped = self._is_ended = False
     self._failure: BaseException | None = None
-    self._thread = threading.Thread(target=self._serve, name="serving", daemon=True)
+    self._thread: threading.Thread | None = None
 
-  def start(self) -> None:
-    """Starts the serving thread."""
+  def start(self, step: Callable[[], Any]) -> None:
+    """Starts the serving thread, which calls `Loop.step` until it returns None."""
+    self._thread = threading.Thread(
+      target=self._serve, args=[step], name="serving", daemon=True
+    )
     self._thread.start()
 
   @property
@@ -287,21 +291,22 @@ class Scheduler:
       for job in self._running:
         job.is_cancelled = True
       self._changed.notify()
-    if self._thread.is_alive():
+    if self._thread is not None:
       self._thread.join(timeout)
 
-  def _serve(self) -> None:
+  def _serve(self, step: Callable[[], Any]) -> None:
     failure: BaseException = DrainingError("the server has stopped")
     try:
-      for finished in self._server.serve(self._requests()):
-        self._publish(finished)
+      while step() is not None:
         self._run_functions()
     except BaseException as error:
       self._failure = failure = error
       logging.getLogger(__name__).exception("the serving thread has failed")
     self._fail_all(failure)
 
-  def _requests(self) -> Iterator[Request | None]:
+  # --- The source of the loop, on the serving thread ----------------------------------
+
+  def requests(self) -> Iterator[Request | None]:
     """Yields the requests of waiting jobs, and None whenever there is none.
 
     Waits only while no row is taken.
@@ -332,9 +337,35 @@ class Scheduler:
       except Exception as error:
         future.set_exception(error)
 
-  def _publish(self, finished: Sequence[Finished]) -> None:
+  def query(self, answer: Finished) -> streams.Query:
+    """Returns the query of an answer, whose place is the number of its request."""
+    tokens, number = answer.request.tokens, answer.number
+    prompt = self._server.pair.vocabulary.decode(tokens)
+    return streams.Query(number, "", 0, prompt, "", tokens, str(number))
+
+  def is_taught(self, answer: Finished) -> bool:
+    """Whether a client waits for the answer and lets the draft learn from it."""
+    job = answer.request.tag
+    return job.prompt.learn and not job.is_cancelled
+
+  def state(self) -> dict[str, Any]:
+    """Returns nothing: requests that were not answered are lost with the process."""
+    return {}
+
+  def restore(self, state: dict[str, Any]) -> Callable[[Any], Request]:
+    """Continues with an empty queue."""
+    del state
+    return lambda tag: tag.request
+
+  def draft_name(self, finished: int) -> str:
+    """Returns "": the draft is saved at the end."""
+    del finished
+    return ""
+
+  def publish(self, answers: Sequence[Finished]) -> None:
+    """Sends new pieces of text and finished answers to their clients."""
     news: list[tuple[Call, Event]] = []
-    results = {done.request.tag: done for done in finished}
+    results = {answer.request.tag: answer for answer in answers}
     self._count(results)
     for job, call in list(self._running.items()):
       done = results.get(job)

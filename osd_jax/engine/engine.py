@@ -292,6 +292,10 @@ class Engine:
     """A copy of what the drafter learned from answers without training, or None."""
     return jax.tree.map(jnp.copy, self._memory)  # calls donate it
 
+  @memory.setter
+  def memory(self, memory: Any) -> None:
+    self._serve_memory(memory)
+
   def absorb(self, done: Finished) -> None:
     """Adds an answer that another engine gave to the n-gram cache, if there is one."""
     if self._memory is not None and done.request.remember:

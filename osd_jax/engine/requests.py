@@ -5,6 +5,8 @@ A request changes form four times: a text or `Prompt`, a `Request`, a row of
 """
 
 import dataclasses
+import functools
+import importlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -324,6 +326,28 @@ def _is_encodable(text: str) -> bool:
   except UnicodeEncodeError:
     return False
   return True
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaConfig(base.Config):
+  """Processes that serve while this one learns; they need the extra `replicas`.
+
+  Attributes:
+    count: replicas, each with `DecodingConfig.rows` rows; 0: this process serves.
+    gpus: GPUs that Ray reserves for each replica.
+  """
+
+  count: base.CountOrZero = 0
+  gpus: base.NonNegative = 0.0
+
+  @property
+  def engine(self) -> Callable[..., Any] | None:
+    """The argument `engine` of a `Server`; None without replicas."""
+    if not self.count:
+      return None
+    # Named as text, because the core does not depend on the tools.
+    module = importlib.import_module("osd_tools.replicas")
+    return functools.partial(module.Replicas, self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,15 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, pairs, sharding
-from osd_jax.distillation.buffer import BufferConfig
 from osd_jax.distillation.learner import Learner, LearningConfig, Outcome
-from osd_jax.distillation.losses import LossConfig
-from osd_jax.distillation.optimizers import OptimizerConfig
-from osd_jax.distillation.schedule import ScheduleConfig
-from osd_jax.distillation.update import UpdateConfig
 from osd_jax.engine import agreement
 from osd_jax.engine.engine import Engine
-from osd_jax.engine.replicas import ReplicaConfig, Replicas
 from osd_jax.engine.requests import (
   Answer,
   DecodingConfig,
@@ -37,29 +31,10 @@ from osd_jax.engine.requests import (
 )
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), sharding.PartitionConfig()
-HERE = ReplicaConfig()
+TUNED = LearningConfig()
 
 # One bucket, because the learner pads every prompt to the longest one.
 DECODING = DecodingConfig(num_draft_tokens=7)
-# As in `gin_configs/runs/demo.gin`.
-LEARNING = LearningConfig(
-  buffer=BufferConfig(recency_half_life=800.0),
-  update=UpdateConfig(
-    optimizer=OptimizerConfig(
-      learning_rate=8e-4, query_multiplier=0.18, warmup_steps=20
-    ),
-    loss=LossConfig(divergence="jsd", jsd_beta=0.1, num_positions=12, num_tokens=256),
-    steps_per_update=16,
-    num_new=4,
-    num_replay=12,
-    length_multiple=16,
-    ema_decay=0.9,
-  ),
-  schedule=ScheduleConfig(
-    update_interval=4,
-    much_to_gain=0.25,
-  ),
-)
 
 _END: Any = object()  # of an iterator; None means that no request is waiting now
 
@@ -131,7 +106,7 @@ class Server:
 
   Attributes:
     pair: target, draft and vocabulary.
-    engine: the rows in flight, an `Engine` or `Replicas`.
+    engine: the rows in flight, an `Engine` or an object with its surface.
     statistics: totals so far.
   """
 
@@ -139,9 +114,9 @@ class Server:
     self,
     pair: pairs.PairConfig | pairs.Pair | str = SHIPPED,
     decoding: DecodingConfig = DECODING,
-    learning: LearningConfig = LEARNING,
+    learning: LearningConfig = TUNED,
     partition: sharding.PartitionConfig = ONE_DEVICE,
-    replicas: ReplicaConfig = HERE,
+    engine: Callable[..., Any] | None = None,
     *,
     target: str = "",
   ):
@@ -152,8 +127,9 @@ class Server:
         without a draft decodes plainly. A text is the target of a `PairConfig`.
       decoding: rows in flight, K, lengths and records.
       learning: how the draft learns, if it learns.
-      partition: mesh, of each replica if there are replicas.
-      replicas: processes that serve instead of this one, which then only learns.
+      partition: mesh over the devices.
+      engine: makes the engine from (decoding, the `pair` that was given, the loaded
+        pair, partition); None: an `Engine` in this process. See `ReplicaConfig.engine`.
       target: folder or file of a target, instead of `pair`; the draft is a new one,
         mixed with an n-gram cache.
 
@@ -168,16 +144,9 @@ class Server:
       decoding.cache_tokens
     )
     self.engine: Any = (
-      Replicas(replicas, decoding, pair, self.pair, partition)
-      if replicas.count
-      else Engine(
-        decoding,
-        self.pair.target,
-        self.pair.target_params,
-        self.pair.draft,
-        self.pair.draft_params,
-        partitioner,
-      )
+      Engine(decoding, *self.pair.models, partitioner)
+      if engine is None
+      else engine(decoding, pair, self.pair, partition)
     )
     self.statistics = Statistics()
     self._learning = learning

@@ -163,13 +163,13 @@ def test_steady_traffic_has_hardly_any_shift():
 
 def test_waiting_records_are_shown(pair, monkeypatch):
   with running.running(pair) as server:
-    learning = server.service.learning
+    loop = server.service.loop
     # Nothing is learnt while the thread is busy.
     busy = threading.Event()
-    learning.submit(busy.wait)
+    loop.submit(busy.wait)
     for text in TEXTS[:3]:
       server.text(text)
     assert server.metrics()["osd:records_waiting{}"] == 3
     busy.set()
-    server.wait_for(lambda service: service.learning.finished == 3)
+    server.wait_for(lambda service: service.loop.learned == 3)
     assert server.metrics()["osd:records_waiting{}"] == 0

@@ -78,12 +78,12 @@ def test_no_token_of_a_request_reaches_the_disk(pair, tmp_path):
   for row in tokens:
     assert traces.of(live, row[row > 0]) == []
   with running.running(pair, live, **options) as again:  # the draft is kept
-    assert again.service.learning.finished == 7 and same(draft(again), adapted)
+    assert again.service.loop.learned == 7 and same(draft(again), adapted)
     assert len(rows(again)) == 0
     again.text(TEXTS[0])
     learned(again, 8)
   with running.running(pair, tmp_path / "killed", **options) as again:
-    assert again.service.learning.finished == 6  # what came after is lost
+    assert again.service.loop.learned == 6  # what came after is lost
 
 
 def test_answers_on_disk_are_found_unless_they_are_left_out(pair, tmp_path):

@@ -97,7 +97,7 @@ FAULTS = [
   ),
   Fault(
     "ages that are already drawn keep their weight",
-    "jax.lax.top_k(jnp.where(is_drawn, scores, -jnp.inf), count)[1]",
+    "jax.lax.top_k(jnp.where(ages < size, scores, -jnp.inf), count)[1]",
     "jax.random.randint(key, (count,), 0, jnp.maximum(size, 1))",
     BUFFER,
   ),
@@ -825,8 +825,8 @@ FAULTS = [
   ),
   Fault(
     "cache_salt is not given to the engine",
-    "salt = self._salt(ask.cache_salt)",
-    'salt = self._salt("")',
+    "self._salt(ask.cache_salt)",
+    "self._salt(None)",
     f"{SERVING}privacy.py -k other_salt",
   ),
   Fault(

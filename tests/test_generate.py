@@ -116,8 +116,8 @@ def osd(unprepared, monkeypatch, capsys, tmp_path):
   )
 
   def run(*words, typed="", terminal=False):
-    stdin = Terminal() if terminal else io.StringIO(typed)
-    monkeypatch.setattr("sys.stdin", typed if hasattr(typed, "isatty") else stdin)
+    stdin = io.StringIO(typed) if isinstance(typed, str) else typed
+    monkeypatch.setattr("sys.stdin", Terminal() if terminal else stdin)
     if terminal:
       monkeypatch.setattr("sys.stdout", out := Terminal())
     code = cli.main(["generate", *words])

@@ -423,7 +423,7 @@ class OnlineLoop:
       return  # an empty stream
     config = self.config
     bucket = config.decoding.bucket(len(prompt))
-    found = measurement.measure(
+    found = measurement.measure_run(
       self.server, bucket, config.learns, self._sampling, self._announce
     )
     self._log.write_costs(found)

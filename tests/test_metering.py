@@ -10,6 +10,7 @@ from decoding import harness
 from osd_jax import metering, sharding, testing
 from osd_jax.base import EOS_ID
 from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 from osd_jax.models import families, shapes
 
 VOCAB = testing.TINY_T5.vocab_size
@@ -27,14 +28,14 @@ def light_draft(size):
 
 
 def config():
-  return engine.DecodingConfig(
+  return DecodingConfig(
     num_draft_tokens=3, source_lengths=(6,), target_length=12, record_top_k=4
   )
 
 
 def test_floor_draft_uses_the_shortlist_of_the_online_draft(params):
   """Both drafts have the target's weights, so only their shortlists can differ."""
-  request = engine.Request(np.array([5, 9, 7, EOS_ID]))
+  request = Request(np.array([5, 9, 7, EOS_ID]))
   plain = engine.Engine(config(), harness.TARGET, params).run([request])[0]
   covered = np.unique([*plain.tokens, EOS_ID])
   others = np.setdiff1d(np.arange(VOCAB), covered)
@@ -65,7 +66,7 @@ def meter(compare_every, seed=0):
   return metering.Meter(
     tabular_pair.make(),
     config(),
-    engine.SamplingConfig(),
+    SamplingConfig(),
     floor=True,
     compare_every=compare_every,
     partition=sharding.PartitionConfig(),

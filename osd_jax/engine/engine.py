@@ -26,28 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
+from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import accept, drafters, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.engine import measurement, steps
-from osd_jax.engine.controller import Call, Choice, Controller
-from osd_jax.engine.requests import (
-  AdaptiveConfig,
-  DecodingConfig,
-  Finished,
-  Request,
-  SamplingConfig,
-  in_order,
-)
+from osd_jax.engine.controller import Choice, Controller, RoundResult
+from osd_jax.engine.requests import DecodingConfig, Finished, Request, in_order
 from osd_jax.engine.steps import PaddedPrompt, PromptBatch
-
-__all__ = [
-  "AdaptiveConfig",
-  "DecodingConfig",
-  "Engine",
-  "Finished",
-  "Request",
-  "SamplingConfig",
-]
 
 # Rounds of a call while a caller watches a request's text, or may submit another one.
 # Where a round takes milliseconds, the host's work between calls is a part of the time.
@@ -80,8 +65,8 @@ class Slot:
     return {"tag": self.request.tag, **{name: getattr(self, name) for name in names}}
 
 
-class Progress(NamedTuple):
-  """Progress of the rows, read back after a call; all [B] int32 but the tokens.
+class RowProgress(NamedTuple):
+  """RowProgress of the rows, read back after a call; all [B] int32 but the tokens.
 
   Attributes:
     tokens: [B, N] int32, the emitted tokens, valid to `length`.
@@ -104,14 +89,14 @@ class Progress(NamedTuple):
 
 def read_progress(
   state: state_lib.DecodeState, drafter: drafters.Drafter | None
-) -> Progress:
+) -> RowProgress:
   """Reads the progress back; waits for the call that made the state."""
   counters = state.counters
   # Without a draft the field is not used; the length saves a second kind of state.
   fed = state.length if drafter is None else drafter.fed(state.draft_cache)
   counted = counters.rounds, counters.drafted, counters.accepted
   read = jax.device_get((state.tokens, state.stop_reason, state.length, fed, *counted))
-  return Progress(*map(np.array, read))
+  return RowProgress(*map(np.array, read))
 
 
 class Engine:
@@ -187,7 +172,7 @@ class Engine:
     widths = self.spec.widths
     self._controller = Controller(config, draft is not None, by_survival=bool(widths))
     self._warm: set[int] = set()  # buckets whose calls are compiled and measured
-    self._tables = measurement.RoundTables()
+    self._budget = measurement.SharedBudget()
     self._waiting: deque[tuple[int, Request]] = deque()
     self.submitted = 0
     # Whether noise depends on a request's number, too: from when on drafts may depend
@@ -210,6 +195,11 @@ class Engine:
   def in_flight(self) -> int:
     """Requests in rows or waiting."""
     return len(self._waiting) + len(self._occupied())
+
+  @property
+  def measured(self) -> dict[int, RoundCosts]:
+    """Costs that were measured for the choice of K, by bucket."""
+    return self._budget.tables
 
   @property
   def candidates(self) -> tuple[int, ...]:
@@ -385,7 +375,7 @@ class Engine:
     self._bucket = 0
     self._state: state_lib.DecodeState | None = None
     zeros = np.zeros(self.config.rows, np.int32)
-    self._progress = Progress(*(zeros.copy() for _ in Progress._fields))
+    self._progress = RowProgress(*(zeros.copy() for _ in RowProgress._fields))
     self._controller.reset()
 
   def warm_up(self) -> list[Finished]:
@@ -551,9 +541,8 @@ class Engine:
     if controller.is_fixed or bucket in self._warm:
       return
     self._warm.add(bucket)
-    arguments = (self.spec, controller.candidates, self.served, bucket)
-    if (bucket, False) in controller.costs:
-      measurement.warm_up(*arguments)
+    if bucket in controller.costs:
+      measurement.warm_up(self.spec, controller.candidates, self.served, bucket)
       return
     if jax.process_count() > 1:
       raise base.InputError(
@@ -561,8 +550,7 @@ class Engine:
         " because several processes serve together: their own measurements would"
         " differ, and they would choose different Ks."
       )
-    greedy, sampled = self._tables.measure(*arguments, self.report)
-    controller.costs |= {(bucket, False): greedy, (bucket, True): sampled}
+    controller.costs[bucket] = self._budget.measure(self, bucket, self.report)
 
   def _prefill(self, taken: Mapping[int, Slot]) -> None:
     """Prefills requests into their slots, in one call."""
@@ -571,14 +559,14 @@ class Engine:
     # A short prompt costs no more next to a long one in flight.
     bucket = max(self._bucket_of(slot.request) for slot in taken.values())
     (batch,) = self._batches(taken, bucket)
-    drafts = self.spec.drafter is None or self._controller.is_drafting
+    drafts = self.spec.drafter is None or self._controller.state.is_drafting
     if not self._controller.is_fixed:
       drafts = drafts and any(slot.request.speculative for slot in taken.values())
     # An idle draft is prefilled when it drafts again, if the request is then in flight.
     insert = steps.insert if drafts else steps.insert_undrafted
     state = insert(self.spec, self.served, self._state, batch)
     if drafts:
-      is_priced = (bucket, False) in self._controller.costs
+      is_priced = bucket in self._controller.costs
       self._controller.charge_prefill(bucket if is_priced else self._bucket)
     self._state = state
     # Without waiting, the time of the prefill would be charged to the next call.
@@ -642,16 +630,12 @@ class Engine:
     assert self._state is not None
     before = self._progress
     self._progress = after = read_progress(self._state, self.spec.drafter)
-    done = {
-      name: getattr(after, name) - getattr(before, name)
-      for name in ("rounds", "length", "drafted", "accepted")
-    }
     self._controller.observe(
-      Call(
-        rounds=int(done["rounds"].max()),
-        emitted=tuple(done["length"].tolist()),
-        judged=tuple(done["drafted"].tolist()),
-        accepted=tuple(done["accepted"].tolist()),
+      RoundResult(
+        rounds=int((after.rounds - before.rounds).max()),
+        emitted=tuple((after.length - before.length).tolist()),
+        judged=tuple((after.drafted - before.drafted).tolist()),
+        accepted=tuple((after.accepted - before.accepted).tolist()),
       )
     )
     return [

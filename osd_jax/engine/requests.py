@@ -50,16 +50,16 @@ class AdaptiveConfig(base.Config):
         f"0 and other integers up to {largest}, ascending",
       ),
       "costs": (
-        all(len(table.round_ms) == len(known) for table in self.costs),
+        all(table.ms.shape[-1] == len(known) for table in self.costs),
         "tables whose round_ms has one entry for each candidate",
       ),
     }
 
   def up_to(self, num_draft_tokens: int) -> "AdaptiveConfig":
     """Drops the candidates above K, and their costs."""
-    kept = sum(k <= num_draft_tokens for k in self.candidates)
-    costs = tuple(table.first(kept) for table in self.costs)
-    return dataclasses.replace(self, candidates=self.candidates[:kept], costs=costs)
+    candidates = tuple(k for k in self.candidates if k <= num_draft_tokens)
+    costs = tuple(table.of(candidates) for table in self.costs)
+    return dataclasses.replace(self, candidates=candidates, costs=costs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import tiny_online
 from compilations import Compilations
 
 from osd_jax import base
-from osd_jax.engine import engine
+from osd_jax.engine.requests import Request
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def test_nothing_compiles_while_systems_are_timed(ran):
   )
   several = dataclasses.replace(run.decoding, source_lengths=(6, 40))
   run = dataclasses.replace(run, decoding=several)
-  requests = [engine.Request(np.full(n, 7, np.int32)) for n in (4, 5, 3, 30)]
+  requests = [Request(np.full(n, 7, np.int32)) for n in (4, 5, 3, 30)]
   for rival in (pair.plain(), pair):
     with Compilations() as before:
       frozen = systems.Frozen(rival, run, requests)

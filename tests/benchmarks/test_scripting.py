@@ -13,6 +13,7 @@ import scripting
 
 from osd_jax.costs.table import expected_tokens
 from osd_jax.engine import engine
+from osd_jax.engine.requests import Request
 
 ROWS, SOURCE, LENGTH, K = 4, 8, 48, 3
 EACH = 12  # prompts per alpha
@@ -39,7 +40,7 @@ def served(dtype="float32"):
   decoder = scripting.speculative(
     config, target, draft, sources, plain, np.repeat(ALPHAS, EACH)
   )
-  found = decoder.run([engine.Request(tokens=source) for source in sources])
+  found = decoder.run([Request(tokens=source) for source in sources])
   return plain, found
 
 
@@ -75,7 +76,7 @@ def test_draft_without_a_script_is_rarely_accepted():
   config = contenders.decoding(ROWS, SOURCE, LENGTH, K)
   decoder = engine.Engine(config, *target, *draft)
   sources = contenders.prompts(EACH, SOURCE, target[0].vocab_size)
-  found = decoder.run([engine.Request(tokens=source) for source in sources])
+  found = decoder.run([Request(tokens=source) for source in sources])
   assert scripting.draft_acceptance(found) < 0.2
 
 

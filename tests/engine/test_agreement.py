@@ -12,11 +12,12 @@ from compilations import Compilations
 
 from osd_jax import base, corpus, sharding, testing
 from osd_jax.decoding import records
-from osd_jax.engine import agreement, engine, server
+from osd_jax.engine import agreement, server
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 from osd_jax.models import families
 
 LENGTH = 12
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   source_lengths=(tabular_pair.SOURCE_LENGTH,),
   target_length=LENGTH,
   record_top_k=4,
@@ -31,10 +32,10 @@ def pair():
 @pytest.fixture(scope="module")
 def answers(pair):
   """Answers of 1 to 12 tokens."""
-  sampling = engine.SamplingConfig(temperature=1.0)
+  sampling = SamplingConfig(temperature=1.0)
   prompts = tabular_pair.prompts(24)
   requests = [
-    engine.Request(prompt.tokens, sampling.of_request(i), max_new_tokens=1 + i % LENGTH)
+    Request(prompt.tokens, sampling.of_request(i), max_new_tokens=1 + i % LENGTH)
     for i, prompt in enumerate(prompts)
   ]
   found = server.Server(pair, DECODING).run(requests)
@@ -87,7 +88,7 @@ def test_measuring_compiles_nothing_after_warm_up(pair):
   prompts = tabular_pair.prompts(6)
   with Compilations() as measuring:
     for i, prompt in enumerate(prompts):
-      request = engine.Request(prompt.tokens, max_new_tokens=(1, 4, 12)[i % 3])
+      request = Request(prompt.tokens, max_new_tokens=(1, 4, 12)[i % 3])
       for done in ready.run([request]):
         ready.learn(done)
   assert measuring.count == 0
@@ -108,9 +109,7 @@ def restricted_to(covered, model):
 def test_tokens_outside_a_short_head_have_no_mass(pair, answers, temperature, top_k):
   covered = np.array([1, 4, 2, 7], np.int32)
   short = restricted_to(covered, pair.draft)
-  settings = engine.SamplingConfig(temperature=temperature, top_k=top_k).settings(
-    LENGTH
-  )
+  settings = SamplingConfig(temperature=temperature, top_k=top_k).settings(LENGTH)
   whole = []
   for done in answers[:8]:
     arguments = (pair.draft_params, done.batch, settings, None)
@@ -303,7 +302,7 @@ def test_agreement_scores_the_draft_teacher_forced():
   )
 
 
-FULL = engine.DecodingConfig(
+FULL = DecodingConfig(
   rows=3,
   source_lengths=(tabular_pair.SOURCE_LENGTH,),
   target_length=tabular_pair.TARGET_LENGTH,
@@ -314,7 +313,7 @@ FULL = engine.DecodingConfig(
 @pytest.fixture(scope="module")
 def sampled(pair):
   server = corpus.plain_server(pair, FULL, sharding.PartitionConfig())
-  sampling = engine.SamplingConfig(temperature=1.0)
+  sampling = SamplingConfig(temperature=1.0)
   return server.run(corpus.requests(tabular_pair.prompts(7), sampling))
 
 

@@ -15,6 +15,7 @@ from osd_jax import base, sharding
 from osd_jax.costs import table
 from osd_jax.decoding import ngrams
 from osd_jax.engine import controller, engine
+from osd_jax.engine.requests import AdaptiveConfig, SamplingConfig
 
 SIZE = 1 << 14  # so large that owners rarely push out entries of each other
 needs_devices = pytest.mark.skipif(
@@ -53,7 +54,7 @@ COSTS = table.RoundCosts(tuple(1.0 + 0.1 * k for k in (0, 1, 3, 7, 16)))
 
 def by_worth(rows=2, kind="far", **changes):
   """An engine whose rounds draft as many tokens as are worth it."""
-  adaptive = engine.AdaptiveConfig(candidates=(0, 1, 3, 7, 16), costs=(COSTS, COSTS))
+  adaptive = AdaptiveConfig(candidates=(0, 1, 3, 7, 16), costs=(COSTS, COSTS))
   return cached(kind, rows, num_draft_tokens=16, adaptive=adaptive, **changes)
 
 
@@ -72,7 +73,7 @@ def test_greedy_outputs_equal_the_targets_however_much_is_drafted(rows, kind):
 def test_coupled_outputs_do_not_depend_on_how_much_is_drafted():
   sampled = [
     dataclasses.replace(
-      request, sampling=engine.SamplingConfig(temperature=1.0, seed=request.tag)
+      request, sampling=SamplingConfig(temperature=1.0, seed=request.tag)
     )
     for request in cases.greedy_requests()
   ]
@@ -283,7 +284,7 @@ DEAR = dataclasses.replace(
 
 def priced(costs, rows=2, kind="far", **changes):
   """An engine that chooses between draft with cache, and the cache alone."""
-  adaptive = engine.AdaptiveConfig(candidates=(0, 1, 3, 7, 16), costs=(costs, costs))
+  adaptive = AdaptiveConfig(candidates=(0, 1, 3, 7, 16), costs=(costs, costs))
   return cached(kind, rows, num_draft_tokens=16, adaptive=adaptive, **changes)
 
 
@@ -322,7 +323,7 @@ def test_greedy_outputs_equal_the_targets_whenever_the_draft_rests(
 def test_coupled_outputs_do_not_depend_on_when_the_draft_rests(monkeypatch):
   warm = [
     dataclasses.replace(
-      request, sampling=engine.SamplingConfig(temperature=1.0, seed=request.tag)
+      request, sampling=SamplingConfig(temperature=1.0, seed=request.tag)
     )
     for request in cases.greedy_requests()
   ]
@@ -401,7 +402,7 @@ def test_rest_continues_from_a_checkpoint():
 def test_plain_steps_are_not_scored_for_the_draft_of_an_earlier_request(monkeypatch):
   """On a mesh both sources rest."""
   costs = (table.RoundCosts((1.0, 100.0)),) * 2
-  adaptive = engine.AdaptiveConfig(candidates=(0, 16), costs=costs)
+  adaptive = AdaptiveConfig(candidates=(0, 16), costs=costs)
   mesh = sharding.make(sharding.PartitionConfig(2, 1))
   decoder = cached(adaptive=adaptive, num_draft_tokens=16, partitioner=mesh)
   scored = []

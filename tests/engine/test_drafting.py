@@ -19,11 +19,12 @@ from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import drafters
 from osd_jax.decoding import state as state_lib
 from osd_jax.engine import controller, engine, measurement, steps
+from osd_jax.engine.requests import AdaptiveConfig, Request, SamplingConfig
 
 BUCKETS = cases.BUCKETS
 KS = (0, 1, 3)
 TABLE = RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
-POLICY = engine.AdaptiveConfig(candidates=KS, costs=(TABLE,) * len(BUCKETS))
+POLICY = AdaptiveConfig(candidates=KS, costs=(TABLE,) * len(BUCKETS))
 CYCLE = (3, 0, 0, 1, 0, 3, 3, 0, 0, 0)
 VOCAB = 8
 
@@ -346,7 +347,7 @@ def test_sampled_batches_use_the_sampled_cost_table(first):
   decoder._controller.costs |= {(bucket, True): never for bucket in BUCKETS}
   decoder._controller.costs |= {(bucket, False): pays for bucket in BUCKETS}
   greedy = [dataclasses.replace(r, tag=None) for r in cases.greedy_requests()]
-  warm = engine.SamplingConfig(temperature=1.0)
+  warm = SamplingConfig(temperature=1.0)
   sampled = [dataclasses.replace(r, sampling=warm, tag="sampled") for r in greedy]
   batches = {"greedy": greedy, "sampled": sampled, "mixed": [*greedy, *sampled]}
   shares = {}
@@ -387,7 +388,7 @@ def test_serving_compiles_nothing_after_warm_up(monkeypatch, policy):
     assert {k for k, _ in noted} == set(KS) and any(k and ms for k, ms in noted)
   longer = dataclasses.replace(config, target_length=cases.LENGTH + 1)
   with Compilations() as more:  # control: another shape does compile
-    paired(model, tables, longer).run([engine.Request(np.array([3, 1], np.int32))])
+    paired(model, tables, longer).run([Request(np.array([3, 1], np.int32))])
   assert more.count > 0
 
 
@@ -399,7 +400,7 @@ def test_rows_split_over_devices_give_the_same_outputs(monkeypatch):
   policy = dataclasses.replace(POLICY, costs=(TABLE,))
   config = cases.config_of(2, source_lengths=(4,), record_top_k=4, adaptive=policy)
   greedy = [
-    dataclasses.replace(request, sampling=engine.SamplingConfig())
+    dataclasses.replace(request, sampling=SamplingConfig())
     for request in cases.sampled_requests()
   ]
   placed = [partitioner.place_params(model, table) for table in tables]
@@ -515,7 +516,7 @@ def test_draft_reads_each_prompt_at_most_once(monkeypatch):
 def test_requests_after_a_probe_are_not_prefilled_for_the_draft(monkeypatch):
   """Requests of one token; every second one is decoded plainly, after a probe."""
   record = recording(monkeypatch, (-1, 0))
-  requests = [engine.Request(tokens, max_new_tokens=1) for tokens in cases.prompts(6)]
+  requests = [Request(tokens, max_new_tokens=1) for tokens in cases.prompts(6)]
   make(rows=1).run(requests)
   assert [call.catch_up_ms for call in record.calls] == [TABLE.prefill_ms, 0.0] * 3
 

@@ -15,6 +15,12 @@ from osd_jax import base, sharding, testing
 from osd_jax.base import EOS_ID, StopReason
 from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import controller, engine, steps
+from osd_jax.engine.requests import (
+  AdaptiveConfig,
+  DecodingConfig,
+  Request,
+  SamplingConfig,
+)
 from osd_jax.models import families
 
 
@@ -38,7 +44,7 @@ def test_outputs_equal_single_plain_decoding_in_request_order(rows):
 
 
 def test_engine_without_a_draft_gives_the_same_outputs_and_ignores_the_policy():
-  policy = engine.AdaptiveConfig((0, 1, 3), (RoundCosts((1.0, 1.0, 1.0)),) * 2)
+  policy = AdaptiveConfig((0, 1, 3), (RoundCosts((1.0, 1.0, 1.0)),) * 2)
   config = cases.config_of(3, record_top_k=0, adaptive=policy)
   plain = engine.Engine(config, cases.TARGET, cases.target_params())
   found = plain.run(cases.greedy_requests())
@@ -72,7 +78,7 @@ def test_requests_can_be_submitted_while_others_are_in_flight():
 def test_reused_engine_equals_a_fresh_one():
   """Earlier requests were longer, sampled and used other drafts."""
   sampled = [
-    dataclasses.replace(request, sampling=engine.SamplingConfig(1.0, seed=index))
+    dataclasses.replace(request, sampling=SamplingConfig(1.0, seed=index))
     for index, request in enumerate(cases.greedy_requests())
   ]
   reused, fresh = (
@@ -85,7 +91,7 @@ def test_reused_engine_equals_a_fresh_one():
     )
     for _ in range(2)
   )
-  others = [engine.Request(tokens) for tokens in cases.prompts(seed=5)]
+  others = [Request(tokens) for tokens in cases.prompts(seed=5)]
   reused.swap(cases.draft_params("far"), 1)
   assert len(set(map(tuple, cases.texts(reused.run(others))))) > 1
   reused.swap(cases.draft_params("close"), 0)
@@ -215,7 +221,7 @@ def test_warm_engine_compiles_nothing_for_any_order_of_lengths(drafts, monkeypat
   draft = () if drafts == "never" else pair
   if drafts == "now and then":
     costs = (RoundCosts((1.0, 1.1)),) * 3
-    policy = engine.AdaptiveConfig(candidates=(0, 2), costs=costs)
+    policy = AdaptiveConfig(candidates=(0, 2), costs=costs)
     config = dataclasses.replace(config, adaptive=policy)
     cycle = itertools.cycle([0, 2, 2])
     choose = lambda candidates, costs, state, rows, missing: dataclasses.replace(
@@ -227,7 +233,7 @@ def test_warm_engine_compiles_nothing_for_any_order_of_lengths(drafts, monkeypat
     serving.warm_up()
   draws = np.random.default_rng(0).permutation([4, 5, 10] * 4)
   with Compilations() as warm:
-    serving.run([engine.Request(np.full(n, 3, np.int32)) for n in draws])
+    serving.run([Request(np.full(n, 3, np.int32)) for n in draws])
   assert cold.count > 0 and warm.count == 0
 
 
@@ -235,7 +241,7 @@ def test_prompt_must_fit_the_largest_bucket():
   waiting = cases.decoder(1)
   for count in (0, cases.BUCKETS[-1] + 1):
     with pytest.raises(ValueError, match=rf"prompt has {count} tokens.*1 to 10"):
-      waiting.submit(engine.Request(np.full(count, 3, np.int32)))
+      waiting.submit(Request(np.full(count, 3, np.int32)))
   assert waiting.in_flight == 0
 
 
@@ -259,11 +265,11 @@ def test_prompt_must_fit_the_largest_bucket():
 )
 def test_sampling_values_out_of_range_are_named(field, value):
   with pytest.raises(base.InputError, match=rf"SamplingConfig\.{field}: received"):
-    engine.SamplingConfig(**{field: value})
+    SamplingConfig(**{field: value})
 
 
 def test_seed_after_the_largest_wraps_around():
-  last = engine.SamplingConfig(seed=2**32 - 3)
+  last = SamplingConfig(seed=2**32 - 3)
   assert [last.of_request(i).seed for i in (0, 2, 3)] == [2**32 - 3, 2**32 - 1, 0]
 
 
@@ -281,13 +287,13 @@ def test_seed_after_the_largest_wraps_around():
 )
 def test_invalid_token_ids_are_refused(tokens, message):
   with pytest.raises(base.InputError, match=message):
-    cases.decoder(1).submit(engine.Request(np.asarray(tokens)))
+    cases.decoder(1).submit(Request(np.asarray(tokens)))
   assert cases.decoder(1).in_flight == 0
 
 
 def test_refused_request_leaves_the_engine_empty():
-  good = engine.Request(np.array([3, 1], np.int32), tag=0)
-  bad = engine.Request(np.zeros(0, np.int32), tag=1)
+  good = Request(np.array([3, 1], np.int32), tag=0)
+  bad = Request(np.zeros(0, np.int32), tag=1)
   with pytest.raises(base.InputError, match="0 tokens"):
     cases.decoder(1).run([good, bad])
   assert cases.decoder(1).in_flight == 0
@@ -318,7 +324,7 @@ def test_watched_request_ends_at_the_returned_length():
 
 @pytest.mark.parametrize("limit", [0, -3, cases.LENGTH + 1, 10**6])
 def test_length_limit_must_fit_the_allocated_length(limit):
-  request = engine.Request(np.array([3, 1], np.int32), max_new_tokens=limit)
+  request = Request(np.array([3, 1], np.int32), max_new_tokens=limit)
   with pytest.raises(
     ValueError,
     match=rf"received max_new_tokens={limit}, expected an integer in 1\.\.12",
@@ -351,7 +357,7 @@ def test_target_and_draft_share_the_vocabulary():
 )
 def test_shapes_out_of_range_are_named(field, value):
   with pytest.raises(ValueError, match=rf"DecodingConfig\.{field}: received"):
-    engine.DecodingConfig(**{field: value})
+    DecodingConfig(**{field: value})
 
 
 def test_step_of_an_empty_engine_does_nothing():

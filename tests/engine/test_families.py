@@ -14,14 +14,20 @@ from osd_jax import testing
 from osd_jax.base import EOS_ID
 from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import controller, engine
+from osd_jax.engine.requests import (
+  AdaptiveConfig,
+  DecodingConfig,
+  Request,
+  SamplingConfig,
+)
 
 VOCAB, LENGTH, K = 64, 12, 3
 BUCKETS = (6, 10)
 LIMITS = (None, 1, 7, None, 3, 12)
 PENALTIES = (1.0, 1.0, 1.8, 1.0, 1.0, 1.4)  # more than B requests: rows are reused
 TABLE = RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
-POLICY = engine.AdaptiveConfig(candidates=(0, 1, 3), costs=(TABLE,) * 2)
-CONFIG = engine.DecodingConfig(
+POLICY = AdaptiveConfig(candidates=(0, 1, 3), costs=(TABLE,) * 2)
+CONFIG = DecodingConfig(
   rows=3,
   num_draft_tokens=K,
   source_lengths=BUCKETS,
@@ -36,9 +42,9 @@ FAMILY = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def requests(target):
   sources = testing.random_sources(len(LIMITS), BUCKETS[-1], VOCAB, 0, target.pad_id)
   return [
-    engine.Request(
+    Request(
       row[keep],
-      engine.SamplingConfig(repetition_penalty=penalty),
+      SamplingConfig(repetition_penalty=penalty),
       max_new_tokens=limit,
     )
     for row, keep, limit, penalty in zip(*sources, LIMITS, PENALTIES, strict=True)

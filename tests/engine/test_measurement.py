@@ -14,6 +14,7 @@ from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.distillation import schedule as schedule_lib
 from osd_jax.distillation.learner import Learner
 from osd_jax.engine import engine, measurement, steps
+from osd_jax.engine.requests import AdaptiveConfig, Request, SamplingConfig
 from osd_jax.engine.server import Server
 
 BUCKET = 6
@@ -81,7 +82,7 @@ def test_model_with_100_ms_steps_is_measured_within_10_seconds(
   decoding = config.decoding
   if candidates:
     costs = (RoundCosts((1.0, 1.0, 1.0)),)
-    adaptive = engine.AdaptiveConfig(candidates=candidates, costs=costs)
+    adaptive = AdaptiveConfig(candidates=candidates, costs=costs)
     decoding = dataclasses.replace(decoding, adaptive=adaptive)
   with Server(config.pair, decoding, config.learning) as server:
     server.seed([])
@@ -107,10 +108,10 @@ def test_rounds_are_timed_with_one_row_and_with_all(slow_model, monkeypatch):
   changed = harness.Changed(measurement.steps, advance=by_rows)
   monkeypatch.setattr(measurement, "steps", changed)
   config = cases.config_of(3, source_lengths=(6,), target_length=9)
-  decoding = dataclasses.replace(config, adaptive=engine.AdaptiveConfig((0, 1, 3)))
+  decoding = dataclasses.replace(config, adaptive=AdaptiveConfig((0, 1, 3)))
   params = cases.target_params()
   made = engine.Engine(decoding, cases.TARGET, params, cases.TARGET, params)
-  made.run([engine.Request(np.full(4, 7, np.int32), max_new_tokens=1)])
+  made.run([Request(np.full(4, 7, np.int32), max_new_tokens=1)])
   found = made._controller.costs[6, False]
   assert found.round_ms == pytest.approx((30, 31, 33))
   assert found.lone_ms == pytest.approx((10, 11, 13))
@@ -121,12 +122,12 @@ def test_tables_of_all_buckets_share_one_budget(slow_model):
   """Six buckets; the last ones take the tables of the nearest measured bucket."""
   buckets, lines = (4, 5, 6, 7, 8, 9), []
   config = cases.config_of(2, source_lengths=buckets)
-  decoding = dataclasses.replace(config, adaptive=engine.AdaptiveConfig((0, 1, 3)))
+  decoding = dataclasses.replace(config, adaptive=AdaptiveConfig((0, 1, 3)))
   params = cases.target_params()
   made = engine.Engine(decoding, cases.TARGET, params, cases.TARGET, params)
   made.report = lambda line: lines.append(line) if "Measuring" in line else None
   slow_model[0] = 0.0
-  made.run([engine.Request(np.full(n, 7, np.int32), max_new_tokens=1) for n in buckets])
+  made.run([Request(np.full(n, 7, np.int32), max_new_tokens=1) for n in buckets])
   tables = made._controller.costs
   assert len(tables) == 2 * len(buckets)
   assert 2 <= len(lines) < len(buckets) and "prompts of 4 tokens" in lines[0]
@@ -146,7 +147,7 @@ def test_rounds_are_measured_with_the_sampling_of_the_stream(
     return steps.advance(program, num_draft_tokens, served, rounds, state, prices)
 
   monkeypatch.setattr(measurement, "steps", harness.Changed(steps, advance=advance))
-  sampling = engine.SamplingConfig(temperature=0.7)
+  sampling = SamplingConfig(temperature=0.7)
   with Server(config.pair, config.decoding, config.learning) as server:
     measurement.measure(server, BUCKET, False, sampling)
   assert np.float32(0.7) in found
@@ -193,7 +194,7 @@ def test_every_k_is_measured_on_a_mesh(pair, tmp_path):
   decoding = dataclasses.replace(
     config.decoding,
     num_draft_tokens=1,
-    adaptive=engine.AdaptiveConfig((0, 1, 3), (RoundCosts((1.0, 2.0, 3.0)),)),
+    adaptive=AdaptiveConfig((0, 1, 3), (RoundCosts((1.0, 2.0, 3.0)),)),
   )
   mesh = sharding.PartitionConfig(data=2, model=2)
   with Server(config.pair, decoding, config.learning, mesh) as server:

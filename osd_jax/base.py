@@ -323,6 +323,20 @@ class StopReason(enum.IntEnum):
     }[self]
 
 
+class Draft(typing.NamedTuple):
+  """A draft that a server can serve from its next call on.
+
+  Attributes:
+    params: trained parameters.
+    version: number that answers report as `draft_version`.
+    shortlist: [N] int32, the tokens that its output head covers; None: all.
+  """
+
+  params: Params
+  version: int = 0
+  shortlist: Any = None
+
+
 class Layout(enum.Enum):
   """How a kernel is stored; `models/layers.py` has a product for each."""
 

@@ -510,8 +510,8 @@ FAULTS = [
   ),
   Fault(
     "a short prompt is padded like a long one in flight",
-    "(batch,) = self._batches(taken, bucket)",
-    "(batch,) = self._batches(taken, self._bucket)",
+    "(batch,) = self._batches(slots, bucket)",
+    "(batch,) = self._batches(slots, self._bucket)",
     "tests/engine/test_engine.py -k padded",
   ),
   Fault(
@@ -547,8 +547,8 @@ FAULTS = [
   ),
   Fault(
     "the controller prices a single row like all rows",
-    "self._table = self.costs[bucket, is_sampled].in_use(len(rows))",
-    "self._table = self.costs[bucket, is_sampled]",
+    "self._table.rounds(is_sampled, len(rows))",
+    "self._table.rounds(is_sampled)",
     "tests/engine/test_controller.py -k pays_for_one",
   ),
   Fault(

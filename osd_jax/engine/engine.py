@@ -94,9 +94,9 @@ def read_progress(
   counters = state.counters
   # Without a draft the field is not used; the length saves a second kind of state.
   fed = state.length if drafter is None else drafter.fed(state.draft_cache)
-  counted = counters.rounds, counters.drafted, counters.accepted
-  read = jax.device_get((state.tokens, state.stop_reason, state.length, fed, *counted))
-  return RowProgress(*map(np.array, read))
+  counts = counters.rounds, counters.drafted, counters.accepted
+  values = jax.device_get((state.tokens, state.stop_reason, state.length, fed, *counts))
+  return RowProgress(*map(np.array, values))
 
 
 class Engine:
@@ -110,6 +110,7 @@ class Engine:
     served: prepared parameters.
     shortlist: [N] int32, the tokens that the draft's output head covers; None: all.
     draft_version: version of the draft that serves.
+    controller: chooses K before each call.
     submitted: requests so far, in all sessions of a run that continues.
     expecting: more requests may come soon, so calls are short.
     watched_rounds: rounds of such a call, and while a request's text is watched.
@@ -170,7 +171,7 @@ class Engine:
         self.shortlist = np.arange(draft.shortlist, dtype=np.int32)
       self._prepare_draft_params(draft_params)
     widths = self.spec.widths
-    self._controller = Controller(config, draft is not None, by_survival=bool(widths))
+    self.controller = Controller(config, draft is not None, by_survival=bool(widths))
     self._warm: set[int] = set()  # buckets whose calls are compiled and measured
     self._budget = measurement.SharedBudget()
     self._waiting: deque[tuple[int, Request]] = deque()
@@ -180,7 +181,7 @@ class Engine:
     rule = accept.resolve(config.acceptance_rule)
     self._may_be_numbered = draft is not None and not rule.coupled
     self._is_numbered = self._may_be_numbered and (
-      self._memory is not None or not self._controller.is_fixed
+      self._memory is not None or not self.controller.is_fixed
     )
     self.watched_rounds = WATCHED_ROUNDS
     self.report: Callable[[str], object] = lambda text: None
@@ -204,7 +205,7 @@ class Engine:
   @property
   def candidates(self) -> tuple[int, ...]:
     """Every K that a call may have, ascending."""
-    return self._controller.candidates
+    return self.controller.candidates
 
   def swap(
     self,
@@ -328,14 +329,14 @@ class Engine:
     if not rows:
       return []
     started = time.perf_counter()
-    chosen, max_rounds = self._choose(rows)
+    choice, max_rounds = self._choose(rows)
     self._state = steps.advance(
-      self._resting if chosen.by_cache else self.spec,
-      chosen.num_draft_tokens,
+      self._resting if choice.by_cache else self.spec,
+      choice.num_draft_tokens,
       self.served,
       np.int32(max_rounds),
       self._state,
-      chosen.prices,
+      choice.prices,
     )
     ended = self._observe(rows)
     spent = (time.perf_counter() - started) * 1e3
@@ -344,17 +345,8 @@ class Engine:
       slot.milliseconds += spent / len(rows)
     return self._collect(ended)
 
-  def run(
-    self,
-    requests: Sequence[Request],
-    on_finished: Callable[[Finished], object] = lambda done: None,
-  ) -> list[Finished]:
-    """Answers all requests; returns the results in order, or raises before the first.
-
-    Args:
-      requests: requests of any number; they wait for free rows.
-      on_finished: called as each one finishes, for progress.
-    """
+  def run(self, requests: Sequence[Request]) -> list[Finished]:
+    """Answers all requests in order, or raises before the first; see `Server.run`."""
     # Checked first, so that a bad request fails before any other is answered.
     for request in requests:
       self.check(request)
@@ -362,9 +354,7 @@ class Engine:
       self.submit(request)
     answers: list[Finished] = []
     while self.in_flight:
-      for done in self.step():
-        on_finished(done)
-        answers.append(done)
+      answers += self.step()
     return in_order(requests, answers)
 
   def clear(self) -> None:
@@ -376,7 +366,7 @@ class Engine:
     self._state: state_lib.DecodeState | None = None
     zeros = np.zeros(self.config.rows, np.int32)
     self._progress = RowProgress(*(zeros.copy() for _ in RowProgress._fields))
-    self._controller.reset()
+    self.controller.reset()
 
   def warm_up(self) -> list[Finished]:
     """Compiles the calls of every bucket, so that no request waits for a compilation.
@@ -419,7 +409,7 @@ class Engine:
       "waiting": [[number, request.tag] for number, request in self._waiting],
       "submitted": self.submitted,
       "is_numbered": self._is_numbered,
-      "controller": self._controller.to_json(),
+      "controller": self.controller.to_json(),
     }
 
   def structure(self, host: dict[str, Any]) -> Any:
@@ -456,10 +446,10 @@ class Engine:
     for number, saved in enumerate(host["slots"]):
       if saved is not None:
         request = request_of(saved["tag"])
-        kept = {name: value for name, value in saved.items() if name != "tag"}
+        fields = {name: value for name, value in saved.items() if name != "tag"}
         prompt = self._padded(request, saved["number"])
-        self._slots[number] = Slot(request, prompt, **kept)
-    self._controller.from_json(host["controller"])
+        self._slots[number] = Slot(request, prompt, **fields)
+    self.controller.from_json(host["controller"])
     if self._state is not None:
       self._progress = read_progress(self._state, self.spec.drafter)
 
@@ -488,12 +478,12 @@ class Engine:
       if steps.defer_prefill(len(free), len(self._waiting), rows, parts):
         return
       self._fit_bucket()
-      taken = {}
+      slots = {}
       for number in steps.first_free_slots(free, rows, parts):
         if self._waiting and self._bucket_of(self._waiting[0][1]) <= self._bucket:
           place, request = self._waiting.popleft()
-          taken[number] = Slot(request, self._padded(request, place), place)
-      self._prefill(taken)
+          slots[number] = Slot(request, self._padded(request, place), place)
+      self._prefill(slots)
 
   def _bucket_of(self, request: Request) -> int:
     return self.config.bucket(len(request.tokens))
@@ -521,7 +511,7 @@ class Engine:
       {0: prompt}, bucket, self.config.rows, self.spec.parts
     )
     state = steps.insert(self.spec, self.served, state, batch)
-    if not self._controller.is_fixed:
+    if not self.controller.is_fixed:
       steps.insert_undrafted(self.spec, self.served, state, batch)
 
   def _warm_up_swap(self) -> None:
@@ -537,7 +527,7 @@ class Engine:
 
     A fixed K needs neither: the first request compiles all there is.
     """
-    controller = self._controller
+    controller = self.controller
     if controller.is_fixed or bucket in self._warm:
       return
     self._warm.add(bucket)
@@ -552,28 +542,28 @@ class Engine:
       )
     controller.costs[bucket] = self._budget.measure(self, bucket, self.report)
 
-  def _prefill(self, taken: Mapping[int, Slot]) -> None:
+  def _prefill(self, slots: Mapping[int, Slot]) -> None:
     """Prefills requests into their slots, in one call."""
     started = time.perf_counter()
     assert self._state is not None
     # A short prompt costs no more next to a long one in flight.
-    bucket = max(self._bucket_of(slot.request) for slot in taken.values())
-    (batch,) = self._batches(taken, bucket)
-    drafts = self.spec.drafter is None or self._controller.state.is_drafting
-    if not self._controller.is_fixed:
-      drafts = drafts and any(slot.request.speculative for slot in taken.values())
+    bucket = max(self._bucket_of(slot.request) for slot in slots.values())
+    (batch,) = self._batches(slots, bucket)
+    drafts = self.spec.drafter is None or self.controller.state.is_drafting
+    if not self.controller.is_fixed:
+      drafts = drafts and any(slot.request.speculative for slot in slots.values())
     # An idle draft is prefilled when it drafts again, if the request is then in flight.
     insert = steps.insert if drafts else steps.insert_undrafted
     state = insert(self.spec, self.served, self._state, batch)
     if drafts:
-      is_priced = bucket in self._controller.costs
-      self._controller.charge_prefill(bucket if is_priced else self._bucket)
+      is_priced = bucket in self.controller.costs
+      self.controller.charge_prefill(bucket if is_priced else self._bucket)
     self._state = state
     # Without waiting, the time of the prefill would be charged to the next call.
     jax.block_until_ready(state.length)
     spent = (time.perf_counter() - started) * 1e3
-    for number, slot in taken.items():
-      slot.milliseconds = slot.prefill_ms = spent / len(taken)
+    for number, slot in slots.items():
+      slot.milliseconds = slot.prefill_ms = spent / len(slots)
       slot.lacks_draft = not drafts
       self._slots[number] = slot
       # `_observe` subtracts the previous progress, which belongs to another request.
@@ -592,21 +582,21 @@ class Engine:
     is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
     undrafted = [number for number, slot in rows if not slot.request.speculative]
     numbers = [number for number, _ in rows]
-    chosen = self._controller.choose(
+    choice = self.controller.choose(
       self._bucket, is_sampled, numbers, chunks, prefills, undrafted
     )
-    if chosen.num_draft_tokens and not chosen.by_cache and (chunks or prefills):
+    if choice.num_draft_tokens and not choice.by_cache and (chunks or prefills):
       self._prepare_draft(rows)
     is_short = self.expecting or any(slot.request.watch for _, slot in rows)
     # The shortest limit wins: a streamed text should not wait for the longest call that
     # the controller would choose.
     watched = self.watched_rounds if is_short else None
-    limits = (self.config.max_rounds, chosen.max_rounds, watched)
-    return chosen, min(limit for limit in limits if limit is not None)
+    limits = (self.config.max_rounds, choice.max_rounds, watched)
+    return choice, min(limit for limit in limits if limit is not None)
 
   def _missing(self, rows: list[tuple[int, Slot]]) -> tuple[int, int]:
     """Chunks and prefill calls that the draft needs before it can draft."""
-    if self._controller.is_fixed:
+    if self.controller.is_fixed:
       return 0, 0  # it drafts in every call, or in none
     lacking = {number: slot for number, slot in rows if slot.lacks_draft}
     prefills = len(list(self._batches(lacking, self._bucket)))
@@ -630,7 +620,7 @@ class Engine:
     assert self._state is not None
     before = self._progress
     self._progress = after = read_progress(self._state, self.spec.drafter)
-    self._controller.observe(
+    self.controller.observe(
       RoundResult(
         rounds=int((after.rounds - before.rounds).max()),
         emitted=tuple((after.length - before.length).tolist()),
@@ -693,7 +683,7 @@ class Engine:
       lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
     )
     # The next request in this row starts without the acceptance of this one.
-    self._controller.release(number, int(length))
+    self.controller.release(number, int(length))
     return Finished(
       request=slot.request,
       tokens=tokens[:length],

@@ -63,24 +63,6 @@ def test_shortest_padded_length_gives_the_same_agreement(pair, answers):
   assert set(scored_lengths) == {3, 6, 12} == set(agreement.lengths(LENGTH))
 
 
-def test_length_that_cuts_the_answer_changes_the_agreement(pair, answers):
-  """Control: the positions after the cut contribute to the result."""
-  longest = max(answers, key=lambda done: len(done.tokens))
-  whole, cut = (
-    agreement.agreement(
-      pair.draft, pair.draft_params, longest.batch, longest.settings, length
-    )
-    for length in (None, len(longest.tokens) // 2)
-  )
-  assert abs(whole.distribution_overlap[0] - cut.distribution_overlap[0]) > 1e-3
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 64, 191])
-def test_lengths_end_with_the_full_length(length):
-  assert agreement.lengths(length)[-1] == length
-  assert list(agreement.lengths(length)) == sorted(set(agreement.lengths(length)))
-
-
 def test_measuring_compiles_nothing_after_warm_up(pair):
   model = testing.tabular_model(tabular_pair.VOCAB_SIZE, "tabular, measured again")
   ready = server.Server(dataclasses.replace(pair, target=model, draft=model), DECODING)
@@ -275,16 +257,6 @@ def test_draft_equal_to_the_target_has_agreement_one(kept):
   np.testing.assert_allclose(found.distribution_overlap_upper, 1, atol=1e-5)
   exact = slice(None) if kept == VOCAB else [0, 3, 5, 6]
   np.testing.assert_allclose(np.asarray(found.acceptance_rate)[exact], 1, atol=1e-5)
-
-
-def test_positions_after_the_end_do_not_count():
-  target, draft = logits_of(7), logits_of(8)
-  batch = batch_of(target, VOCAB)
-  spoilt = np.where(np.asarray(batch.mask)[..., None], draft, np.nan)
-  np.testing.assert_array_equal(
-    measured(spoilt, batch).distribution_overlap,
-    measured(draft, batch).distribution_overlap,
-  )
 
 
 def test_agreement_scores_the_draft_teacher_forced():

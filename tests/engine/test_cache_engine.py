@@ -37,6 +37,11 @@ def calls(finished):
   return sum(done.target_calls for done in finished)
 
 
+def absorb_all(other, finished):
+  for done in sorted(finished, key=lambda done: done.number):
+    other.absorb(done)
+
+
 @pytest.mark.parametrize("kind", ["close", "far"])
 def test_greedy_outputs_equal_the_targets_and_cost_fewer_calls_each_time(kind):
   decoder, spent = cached(kind), []
@@ -70,51 +75,6 @@ def test_greedy_outputs_equal_the_targets_however_much_is_drafted(rows, kind):
   assert spent[-1] < 0.65 * spent[0]
 
 
-def test_coupled_outputs_do_not_depend_on_how_much_is_drafted():
-  sampled = [
-    dataclasses.replace(
-      request, sampling=SamplingConfig(temperature=1.0, seed=request.tag)
-    )
-    for request in cases.greedy_requests()
-  ]
-  plain = engine.Engine(
-    cases.config_of(2, acceptance_rule="coupling"), cases.TARGET, cases.target_params()
-  )
-  expected = cases.texts(plain.run(sampled))
-  for decoder in (
-    by_worth(acceptance_rule="coupling"),
-    by_worth(1, "close", acceptance_rule="coupling"),
-  ):
-    for _ in range(2):
-      assert cases.texts(decoder.run(sampled)) == expected
-
-
-def test_drafting_by_worth_continues_from_a_checkpoint():
-  one, other = by_worth(), by_worth()
-  one.run(cases.greedy_requests())
-  arrays, host = jax.tree.map(np.asarray, one.state()[0]), one.state()[1]
-  other.restore(
-    jax.tree.map(jax.numpy.asarray, arrays),
-    json.loads(json.dumps(host)),
-    lambda tag: None,
-    cases.draft_params("far"),
-  )
-  ours, theirs = (x.run(cases.greedy_requests(seed=1)) for x in (one, other))
-  figures = [[(d.target_calls, d.drafted) for d in found] for found in (ours, theirs)]
-  assert figures[0] == figures[1]
-  assert one.state()[1]["controller"] == other.state()[1]["controller"]
-
-
-def test_drafting_by_worth_compiles_two_kinds_of_calls():
-  """Plain steps and rounds of any length, with whatever prices."""
-  decoder = by_worth()
-  decoder.warm_up()
-  counted = engine.steps.advance._cache_size()
-  for seed in (0, 1):
-    decoder.run(cases.greedy_requests(seed=seed))
-  assert engine.steps.advance._cache_size() == counted
-
-
 @needs_devices
 def test_mesh_drafts_blocks_of_a_chosen_k():
   mesh = sharding.make(sharding.PartitionConfig(2, 1))
@@ -146,7 +106,7 @@ def test_requests_that_must_not_be_remembered_leave_no_trace():
     dataclasses.replace(request, remember=False) for request in cases.greedy_requests()
   ]
   before = jax.device_get(one.state()[0]["memory"])
-  one.run(requests, on_finished=other.absorb)
+  absorb_all(other, one.run(requests))
   for found in (one, other):
     jax.tree.map(np.testing.assert_array_equal, found.state()[0]["memory"], before)
   one.run(cases.greedy_requests())  # control
@@ -186,18 +146,9 @@ def test_answers_of_another_owner_save_no_call(made):
     assert sum(each_call(decoder.run(owned(owner)))) < sum(cold)
 
 
-def test_owners_compile_nothing():
-  decoder = cached()
-  decoder.run(cases.greedy_requests())
-  with Compilations() as compilations:
-    for owner in (1, 2**63, 0):
-      decoder.run(owned(owner))
-  assert compilations.count == 0
-
-
 def test_answers_of_another_engine_keep_their_owner():
   one, other = alone(), alone()
-  one.run(owned(5), on_finished=other.absorb)
+  absorb_all(other, one.run(owned(5)))
   cold = each_call(alone().run(owned(6)))
   assert each_call(other.run(owned(6))) == cold
   assert sum(each_call(other.run(owned(5)))) < sum(cold)
@@ -257,9 +208,8 @@ def test_restored_engine_has_the_same_cache():
 
 def test_answers_of_another_engine_are_drafted_from():
   one, other = cached(), cached()
-  found = one.run(cases.greedy_requests(), on_finished=other.absorb)
-  found_by = [x.state()[0]["memory"].table for x in (one, other)]
-  jax.tree.map(np.testing.assert_array_equal, *found_by)
+  found = one.run(cases.greedy_requests())
+  absorb_all(other, found)
   assert calls(other.run(cases.greedy_requests())) < calls(found)
   copied = cached()
   copied.copy_memory(one)
@@ -267,19 +217,17 @@ def test_answers_of_another_engine_are_drafted_from():
   assert calls(copied.run(cases.greedy_requests())) < calls(found)
 
 
-def test_nothing_compiles_after_the_first_requests():
-  decoder = cached()
-  decoder.run(cases.greedy_requests())
-  counted = engine.steps.absorb._cache_size()
-  decoder.run(cases.greedy_requests(seed=1))
-  assert engine.steps.absorb._cache_size() == counted
-
-
 # --- The cache alone, while the draft rests -----------------------------------------
 
-DEAR = dataclasses.replace(
-  COSTS, round_ms=(1.0, 30.0, 50.0, 90.0, 200.0), cache_ms=COSTS.round_ms
-)
+DEAR_MS = (1.0, 30.0, 50.0, 90.0, 200.0)
+
+
+def with_cache_alone(draft_ms=COSTS.round_ms):
+  """Costs of rounds with the draft, and of the cache alone."""
+  return table.RoundCosts((((draft_ms,),), ((COSTS.round_ms,),)))
+
+
+DEAR = with_cache_alone(DEAR_MS)
 
 
 def priced(costs, rows=2, kind="far", **changes):
@@ -292,9 +240,9 @@ def modes(monkeypatch, cycle):
   """Makes the engine's calls follow a cycle of "draft" and "cache"; returns a list."""
   turns, noted = itertools.cycle(cycle), []
 
-  def choose(candidates, costs, state, rows, missing_ms=0.0):
+  def choose(costs, state, rows, missing_ms=0.0):
     noted.append(next(turns))
-    count = candidates[-1] if noted[-1] == "draft" else 0
+    count = costs.candidates[-1] if noted[-1] == "draft" else 0
     return dataclasses.replace(state, num_draft_tokens=count, probing=False)
 
   monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 2)
@@ -310,7 +258,7 @@ CYCLES = [("cache",), ("cache", "draft"), ("draft", "draft", "cache", "cache", "
 def test_greedy_outputs_equal_the_targets_whenever_the_draft_rests(
   monkeypatch, rows, cycle
 ):
-  decoder = priced(dataclasses.replace(COSTS, cache_ms=COSTS.round_ms), rows, "close")
+  decoder = priced(with_cache_alone(), rows, "close")
   noted, spent = modes(monkeypatch, cycle), []
   for _ in range(2):
     found = decoder.run(cases.greedy_requests())
@@ -331,7 +279,7 @@ def test_coupled_outputs_do_not_depend_on_when_the_draft_rests(monkeypatch):
   config = cases.config_of(2, **rule)
   plain = engine.Engine(config, cases.TARGET, cases.target_params())
   expected = cases.texts(plain.run(warm))
-  costs = dataclasses.replace(COSTS, cache_ms=COSTS.round_ms)
+  costs = with_cache_alone()
   modes(monkeypatch, CYCLES[2])
   for decoder in (priced(costs, 3, "close", **rule), priced(costs, 1, **rule)):
     assert cases.texts(decoder.run(warm)) == expected
@@ -346,7 +294,7 @@ def test_draft_that_does_not_pay_rests_and_the_cache_goes_on():
   assert calls(found) < 0.6 * plain
   assert all(done.drafted == done.drafted_by_cache for done in found)
   # Control: without a price for the cache alone, both rest.
-  silent = priced(dataclasses.replace(DEAR, cache_ms=()))
+  silent = priced(table.RoundCosts(DEAR_MS))
   for _ in range(3):
     found = silent.run(cases.greedy_requests())
   assert calls(found) == plain
@@ -354,7 +302,7 @@ def test_draft_that_does_not_pay_rests_and_the_cache_goes_on():
 
 def share_of_draft(monkeypatch):
   """Accepted / drafted tokens of a draft equal to the target that rests at times."""
-  decoder = priced(dataclasses.replace(COSTS, cache_ms=COSTS.round_ms), 1, "same")
+  decoder = priced(with_cache_alone(), 1, "same")
   modes(monkeypatch, ("cache", "cache", "draft", "cache", "draft"))
   found = decoder.run(cases.greedy_requests())
   assert cases.texts(found) == cases.expected()
@@ -409,8 +357,8 @@ def test_plain_steps_are_not_scored_for_the_draft_of_an_earlier_request(monkeypa
   for mode in ("draft", "plain"):
     modes(monkeypatch, (mode,))
     if mode == "plain":  # from the first request on
-      state = decoder._controller.state
-      decoder._controller.state = dataclasses.replace(state, num_draft_tokens=0)
+      state = decoder.controller.state
+      decoder.controller.state = dataclasses.replace(state, num_draft_tokens=0)
     decoder.run(cases.greedy_requests())
     scored.append(jax.device_get(decoder.state()[0]["memory"].scored))
   np.testing.assert_array_equal(*scored)

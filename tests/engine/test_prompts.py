@@ -128,13 +128,6 @@ def test_waiting_saves_prefill_calls_and_changes_no_output(data, monkeypatch):
   assert 7 <= calls_made[0] < calls_made[1]
 
 
-@pytest.mark.slow
-def test_prompts_are_prefilled_singly_if_rows_do_not_divide(monkeypatch):
-  found, read = on_a_mesh(3, 2, 1, monkeypatch)
-  assert cases.texts(found) == cases.expected()
-  assert all(batch.source.shape[0] == 1 for batch in read)
-
-
 def test_part_without_a_prompt_keeps_its_rows(monkeypatch):
   """Such a part computes without storing. Control: slot 0 would be overwritten."""
   if len(jax.devices()) < 2:

@@ -135,8 +135,8 @@ FAULTS = [
   ),
   Fault(
     "the price of a probe ignores its tokens",
-    "costs.round_ms[1] - tokens * costs.round_ms[0]",
-    "costs.round_ms[1] - costs.round_ms[0]",
+    "costs.round_ms[1] - tokens * costs.resting_ms(state)",
+    "costs.round_ms[1] - costs.resting_ms(state)",
     CONTROLLER,
   ),
   Fault(
@@ -416,8 +416,8 @@ FAULTS = [
   ),
   Fault(
     "a probe prefills new requests for the draft at once",
-    "return self.state.is_drafting",
-    "return self.state.num_draft_tokens > 0",
+    "or self.controller.state.is_drafting",
+    "or self.controller.state.num_draft_tokens > 0",
     DRAFTING,
   ),
   Fault(
@@ -428,8 +428,8 @@ FAULTS = [
   ),
   Fault(
     "a resumed engine forgets which requests lack a prefill",
-    'kept = {name: value for name, value in saved.items() if name != "tag"}',
-    'kept = {"milliseconds": saved["milliseconds"]}',
+    'fields = {name: value for name, value in saved.items() if name != "tag"}',
+    'fields = {"number": saved["number"], "milliseconds": saved["milliseconds"]}',
     DRAFTING,
   ),
   # Checkpoints.
@@ -874,15 +874,15 @@ FAULTS = [
   ),
   Fault(
     "a request that must not draft is forgotten",
-    "request.sampling.settings(limit, request.speculative, request.owner)",
-    "request.sampling.settings(limit, True, request.owner)",
+    "draws.settings(limit, request.speculative, request.owner)",
+    "draws.settings(limit, True, request.owner)",
     f"{DRAFTING} -k must_not",
   ),
   Fault(
     "rows that must not draft count as drafting ones",
     "  if row in state.undrafted:\n    return 0.0\n",
     "",
-    f"{DRAFTING} -k worth_less",
+    f"{CONTROLLER} -k worth_less",
   ),
   Fault(
     "a cache is measured after it took the answer up",

@@ -273,6 +273,17 @@ def test_drafting_stops_only_with_enough_evidence():
   assert controller.choose(prices, hopeless, [0]).num_draft_tokens == 0
 
 
+def test_rows_that_must_not_draft_make_drafting_worth_less():
+  prices = costs((1.0, 1.3, 1.6, 2.0, 2.4))
+  drafted = [
+    controller.choose(
+      prices, state_of([0.9] * 4, num_draft_tokens=3, undrafted=rows), range(4)
+    ).num_draft_tokens
+    for rows in ((), (0,), (0, 1, 2))
+  ]
+  assert drafted[0] >= drafted[1] > drafted[2] == 0
+
+
 def test_prefill_cost_stops_drafting_for_short_answers():
   """For short answers the prefill outweighs the small gain of this draft."""
   prices = costs((1.0, 1.7, 2.0, 3.0, 4.0), prefill_ms=2.0)

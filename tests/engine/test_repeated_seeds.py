@@ -32,7 +32,7 @@ LAW = oracles.joint_law(np.roll(TABLE, -SHIFT, axis=0), 2, temperature=1.0)
 RULES = ("rejection", "block", "coupling")
 DRAWS, LEARNED_DRAWS = 768, 384  # per turn
 THRESHOLD = 1e-6 / 100  # more p-values than this file computes
-COSTS = RoundCosts((1.0, 1.2, 1.5), cache_ms=(1.0, 1.05, 1.2))
+COSTS = RoundCosts(((((1.0, 1.2, 1.5),),), (((1.0, 1.05, 1.2),),)))
 
 
 def make_engine(rule, drafter, rows=64):

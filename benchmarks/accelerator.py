@@ -38,7 +38,7 @@ import scripting
 from osd_jax import base
 from osd_jax.decoding import records
 from osd_jax.decoding import state as state_lib
-from osd_jax.distillation import update
+from osd_jax.distillation import losses, update
 from osd_jax.engine import engine, measurement, steps
 from osd_jax.models import families, shapes
 
@@ -325,7 +325,8 @@ def learning(bench: Bench) -> None:
     records=records.from_logits(logits, min(64, config.vocab_size)),
     weight=jnp.ones(rows, jnp.float32),
   )
-  settings = update.UpdateConfig()
+  loss = losses.LossConfig("forward_kl", num_positions=0, num_tokens=0)
+  settings = update.UpdateConfig(loss=loss, length_multiple=0, ema_decay=0.0)
   learner = update.init_learner(settings, params)
 
   def one():

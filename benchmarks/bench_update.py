@@ -34,9 +34,17 @@ from osd_jax import base
 from osd_jax.decoding import records
 from osd_jax.distillation import buffer as replay
 from osd_jax.distillation import update as updates
+from osd_jax.distillation.losses import LossConfig
+from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.engine import engine
 
-CONFIG = updates.UpdateConfig()  # AdamW, forward KL at all positions
+CONFIG = updates.UpdateConfig(  # AdamW, forward KL at all positions
+  OptimizerConfig(query_multiplier=1.0, warmup_steps=0),
+  LossConfig("forward_kl", num_positions=0, num_tokens=0),
+  num_replay=4,
+  length_multiple=0,
+  ema_decay=0.0,
+)
 BETAS, EPS = (0.9, 0.999), 1e-8  # defaults of optax.adamw
 MEMORY_STEPS = 3
 ASKED = {  # keys are the first and last part of a figure's name

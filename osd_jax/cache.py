@@ -108,17 +108,15 @@ def select(stored: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> ja
   )
 
 
-def _chosen(
-  stored: jax.Array, new: jax.Array, start: jax.Array, axis: int
-) -> jax.Array:
+def _chosen(cache: jax.Array, new: jax.Array, start: jax.Array, axis: int) -> jax.Array:
   """`select`, one entry at a time; slow on GPUs, which launch a kernel per slice."""
   # n is small, so this is n passes that XLA fuses into one.
-  position = jax.lax.broadcasted_iota(jnp.int32, stored.shape, axis)
-  start = start.reshape(-1, *(1,) * (stored.ndim - 1))
+  position = jax.lax.broadcasted_iota(jnp.int32, cache.shape, axis)
+  start = start.reshape(-1, *(1,) * (cache.ndim - 1))
   for index in range(new.shape[axis]):
     entry = jax.lax.slice_in_dim(new, index, index + 1, axis=axis)
-    stored = jnp.where(position == start + index, entry, stored)
-  return stored
+    cache = jnp.where(position == start + index, entry, cache)
+  return cache
 
 
 def _summed(
@@ -137,10 +135,10 @@ def _summed(
   here = here.reshape(rows, *before, positions, count, *after)
   entries = jnp.where(here, jnp.expand_dims(new, axis), jnp.zeros((), new.dtype))
   if stored.dtype == bool:
-    written = jnp.any(entries, axis=axis + 1)
+    new_entries = jnp.any(entries, axis=axis + 1)
   else:
-    written = jnp.sum(entries, axis=axis + 1, dtype=stored.dtype)
-  return jnp.where(jnp.any(here, axis=axis + 1), written, stored)
+    new_entries = jnp.sum(entries, axis=axis + 1, dtype=stored.dtype)
+  return jnp.where(jnp.any(here, axis=axis + 1), new_entries, stored)
 
 
 def insert_row(batch, row, slot: jax.Array):

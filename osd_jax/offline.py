@@ -15,6 +15,7 @@ from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation import update as updates
 from osd_jax.engine import agreement, generation_config
 from osd_jax.engine.requests import DecodingConfig, Finished
+from osd_jax.loop import rows as rows_lib
 from osd_jax.report import page, progress
 
 LOG_EVERY = 20  # steps between log rows
@@ -212,12 +213,12 @@ class OfflineLoop:
     # Measured before the first step, as the baseline of the report.
     if self.steps_taken == 0:
       self._evaluate()
-    drawn = updates.cut(config.update, self._batch(self.steps_taken))
-    batch = self._partitioner.place_rows(drawn)
-    self.learner, found = updates.take_slice(
+    rows = updates.cut(config.update, self._batch(self.steps_taken))
+    batch = self._partitioner.place_rows(rows)
+    self.learner, metrics = updates.take_slice(
       self.pair.draft, config.update, self.learner, batch, self._frozen
     )
-    self._losses.append(found.loss)
+    self._losses.append(metrics.loss)
     # Waits for the step before this one, so that the host is at most one step ahead.
     jax.block_until_ready(self._losses[-2:-1])
     self.steps_taken += 1
@@ -284,7 +285,7 @@ class OfflineLoop:
     self._losses.clear()
     skipped = int(self.learner.skipped)
     row = {"step": self.steps_taken, "loss": self.loss, "skipped": skipped}
-    self._log.write("step", row)
+    self._log.write(rows_lib.Step(**row))
 
   def _evaluate(self) -> None:
     agreed = agreement.mean_agreement(
@@ -292,16 +293,16 @@ class OfflineLoop:
     )
     labels = [task.label for task in self.config.evaluation.tasks]
     tasks = {labels[task_id]: row for task_id, row in agreed.items()}
-    self._log.write("evaluation", {"step": self.steps_taken, "tasks": tasks})
+    self._log.write(rows_lib.Evaluation(step=self.steps_taken, tasks=tasks))
     overlaps = [row["distribution_overlap"] for row in tasks.values()]
     self.overlap = float(np.mean(overlaps))
 
   def _restore(self) -> None:
-    found = self._checkpointer.restore(self.learner)
-    if found is None:
+    restored = self._checkpointer.restore(self.learner)
+    if restored is None:
       runs.check_space(self.config, self.learner)
     else:
-      self.learner, host = found
+      self.learner, host = restored
       self.steps_taken, self.loss = host["steps_taken"], host["loss"]
       self.overlap = host["overlap"]
       self._losses = list(host["losses"])

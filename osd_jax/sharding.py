@@ -108,9 +108,9 @@ class Partitioner:
     _map_dimensions(check, model)
     if not whole:
       return ""
-    named = " and ".join(f"its {count} {what}" for what, count in whole.items())
+    names = " and ".join(f"its {count} {what}" for what, count in whole.items())
     return (
-      f"The {model.name} is not split by {named}: PartitionConfig.model ="
+      f"The {model.name} is not split by {names}: PartitionConfig.model ="
       f" {self.mesh.shape['model']} does not divide them, so every device holds all."
     )
 
@@ -135,8 +135,8 @@ class Partitioner:
     """Returns the indices of the rows that this process's devices hold, ascending."""
     if self.mesh.size == 1:
       return np.arange(rows)
-    held = self._fitting(("data",), (rows,)).addressable_devices_indices_map((rows,))
-    return np.unique(np.concatenate([np.arange(rows)[at] for at in held.values()]))
+    local = self._fitting(("data",), (rows,)).addressable_devices_indices_map((rows,))
+    return np.unique(np.concatenate([np.arange(rows)[at] for at in local.values()]))
 
   def place_own_rows(self, rows: int, tree: Any) -> Any:
     """Like `place_rows`, but `tree` holds only the rows in `own_rows(rows)`."""

@@ -95,19 +95,21 @@ def tabular_model(
 
   def decode(table, tokens, cache):
     write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
-    stored = write(cache.tokens, tokens, cache.length)
+    tokens_so_far = write(cache.tokens, tokens, cache.length)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
-    before = jnp.take_along_axis(stored, jnp.maximum(position - 1, 0), axis=1)
+    before = jnp.take_along_axis(tokens_so_far, jnp.maximum(position - 1, 0), axis=1)
     # The first token has no predecessor; `maximum` above only avoids the index -1.
     before = jnp.where(position == 0, base.PAD_ID, before)
     logits = look_up(table, before, tokens, cache.shift)
-    return logits, cache.replace(tokens=stored, length=cache.length + tokens.shape[1])
+    return logits, cache.replace(
+      tokens=tokens_so_far, length=cache.length + tokens.shape[1]
+    )
 
   def score(table, source, mask, target):
     # Entry t is predicted from the two tokens before it; PAD_ID starts every target.
-    fed = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
-    before = jnp.pad(fed[:, :-1], ((0, 0), (1, 0)))
-    return look_up(table, before, fed, shift_of(source, mask))
+    inputs = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
+    before = jnp.pad(inputs[:, :-1], ((0, 0), (1, 0)))
+    return look_up(table, before, inputs, shift_of(source, mask))
 
   return base.Model(
     name=name,

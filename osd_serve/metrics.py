@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import prometheus_client as prometheus
 
-from osd_jax.distillation.schedule import RESUME_DROP, RESUME_WINDOW
+from osd_jax.distillation import schedule
 from osd_jax.engine.requests import Finished
 from osd_serve.scheduler import Job, Load
 
@@ -174,21 +174,21 @@ class Metrics:
     """Counts a compiled call that read and emitted so many tokens."""
     self._made["vllm:iteration_tokens_total"].observe(tokens)
 
-  def learned(
-    self, overlap: float, floor: float | None, update_seconds: float | None
-  ) -> None:
-    """Counts an answer that was learnt from; see `Learning` for the arguments."""
+  def row(self, kind: str, row: Mapping[str, Any]) -> None:
+    """Counts a row of the loop: an answer that was measured, or an update."""
+    floor, is_update = row.get("floor_overlap"), kind == "update"
+    seconds = row["update_ms"] / 1e3 if is_update else 0.0
     with self._lock:
-      self._overlaps.append(overlap)
       has_shifted = floor is not None and self._shifts.add(floor)
-      self._floors.append(floor)
+      if "overlap" in row:
+        self._overlaps.append(row["overlap"])
+        self._floors.append(floor)
       self.totals["traffic_shifts"] += has_shifted
-      self.totals["updates"] += update_seconds is not None
-      self.totals["update_seconds"] += update_seconds or 0
+      self.totals["updates"] += is_update
+      self.totals["update_seconds"] += seconds
     self._add("osd:traffic_shifts", has_shifted)
-    if update_seconds is not None:
-      self._add("osd:updates", 1)
-      self._add("osd:update_seconds", update_seconds)
+    self._add("osd:updates", is_update)
+    self._add("osd:update_seconds", seconds)
 
   def refused(self, status: int) -> None:
     """Counts a request that was not answered."""
@@ -255,30 +255,22 @@ class Metrics:
 class Shifts:
   """Notes where the traffic changed, by the overlap of a draft that never learns.
 
-  A shift is where the mean of the last `RESUME_WINDOW` overlaps differs from the mean
-  of those before by more than `RESUME_DROP`. They are those at which a schedule resumes
-  updates.
+  A shift is where `schedule.shift` exceeds `schedule.SHIFT`. The overlaps of the last
+  `HISTORY` answers count, and `EARLIER` of them must be known before a shift.
   """
 
   def __init__(self):
     """Starts without overlaps."""
-    self._newer: deque[float] = deque()
-    self._earlier: list[float] = [0, 0.0]  # their number and sum
+    self._recent: deque[float] = deque(maxlen=schedule.HISTORY)
 
   def add(self, overlap: float) -> bool:
     """Returns whether the traffic has changed with this overlap."""
-    self._newer.append(overlap)
-    if len(self._newer) <= RESUME_WINDOW:
+    self._recent.append(overlap)
+    recent = tuple(self._recent)
+    is_known = len(recent) >= EARLIER + schedule.SHORT
+    if not is_known or abs(schedule.shift(recent)) <= schedule.SHIFT:
       return False
-    self._earlier[0] += 1
-    self._earlier[1] += self._newer.popleft()
-    count, total = self._earlier
-    if count < EARLIER:
-      return False
-    newer = sum(self._newer) / RESUME_WINDOW
-    if abs(newer - total / count) <= RESUME_DROP:
-      return False
-    self._earlier = [0, 0.0]
+    self._recent = deque(recent[-schedule.SHORT :], schedule.HISTORY)
     return True
 
 

@@ -19,12 +19,15 @@ from osd_jax.data.batches import EncodedExample
 from osd_jax.data.examples import TaskConfig, TaskExamples
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.schedule import WorthConfig
-from osd_jax.engine import measurement, server
+from osd_jax.distillation.update import UpdateConfig
+from osd_jax.engine import measurement
 from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, SamplingConfig
 from osd_jax.engine.server import DECODING, Server
+from osd_jax.loop import rows as rows_lib
 from osd_jax.report import progress
 from osd_jax.sharding import PartitionConfig
 from osd_tools import replay
+from osd_tools import rows as tool_rows
 
 CACHE_TOKENS = replay.CACHE_TOKENS
 # Systems.
@@ -35,10 +38,8 @@ WORTH_A_TRY = 1.03  # of the best measured speed: from there on a mixture is nam
 FOREIGN = 0.9  # share of the target's own tokens below which a log is another model's
 
 # Updates only where they pay.
-LEARNING = dataclasses.replace(
-  server.LEARNING,
-  update=dataclasses.replace(server.LEARNING.update, steps_per_update=8, num_replay=8),
-  schedule=WorthConfig(),
+LEARNING = LearningConfig(
+  update=UpdateConfig(steps_per_update=8, num_replay=8), schedule=WorthConfig()
 )
 
 
@@ -122,11 +123,11 @@ def advise(
     row["is_bound"] = AT_MOST in row["system"]
   with runs.MetricsLog(directory.metrics_path) as log:
     log.truncate(0)
-    log.write_rows("advice", rows)
+    log.write_all(tool_rows.Advice, rows)
     later = by_its_end(courses[FROZEN], courses[LEARNED], drafted)
     notes = [*settings_for(rows), later, own_share(answers), left_out]
-    log.write_rows("advice_note", [{"said": text} for text in notes if text])
-    log.write_rows("replayed", _by_answer(courses))
+    log.write_all(rows_lib.Note, [{"text": text} for text in notes if text])
+    log.write_all(rows_lib.Replayed, _by_answer(courses))
   return rows
 
 
@@ -304,6 +305,6 @@ def _by_answer(courses: dict[str, replay.Course]) -> list[dict[str, Any]]:
   names = (CACHE, FROZEN, LEARNED)
   shares = {name: [one[0].mean() for one in courses[name].right] for name in names}
   return [
-    {"answer": index, **dict(zip(names, map(float, values), strict=True))}
+    {"answer": index, "shares": dict(zip(names, map(float, values), strict=True))}
     for index, values in enumerate(zip(*shares.values(), strict=True))
   ]

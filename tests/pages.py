@@ -2,12 +2,14 @@
 
   python tests/pages.py docs/start/first_steps.md
 
-- ```python: executed; all blocks of a page share one namespace.
-- ```sh: run by bash, which stops at the first command that fails.
+- ```python: executed; all blocks of a page share one namespace. A comment
+  `# raises NAME` says that the block must raise an error of that name.
+- ```sh: run by bash, which stops at the first command that fails. A comment
+  `# exit code N` says that the block must end with that code.
 - a block with title="PATH": written to that file, for the blocks after it.
 - ```gin without a title: each setting must be a field of a config.
 - ```console below `<!-- compared -->`: a "$ COMMAND" and exactly what it prints.
-- other blocks (```text, ```console) are only shown.
+- other blocks (```text, ```console, ```mermaid) are only shown.
 
 `<!-- not run: REASON -->` on the line above a block prevents it from being run.
 """
@@ -29,7 +31,7 @@ BLOCK = re.compile(
   r"(?P<text>.*?)^(?P=indent)```[ ]*$",
   flags=re.MULTILINE | re.DOTALL,
 )
-SHOWN = ("text", "console")
+SHOWN = ("text", "console", "mermaid")
 RUN = ("python", "sh", "gin")
 
 
@@ -53,16 +55,22 @@ class Block:
   not_run: str = ""
   compared: bool = False
 
+  @property
+  def failure(self) -> str:
+    """The error that it must raise, or its exit code; "" if it must succeed."""
+    promise = re.search(r"# (?:raises|exit code) (\w+)$", self.text, re.MULTILINE)
+    return promise[1] if promise else ""
+
 
 def blocks(text: str) -> Iterator[Block]:
   """Yields the blocks of a page in order."""
-  for found in BLOCK.finditer(text):
-    note = found["note"] or ""
-    title = re.search(r'title="([^"]+)"', found["rest"])
+  for match in BLOCK.finditer(text):
+    note = match["note"] or ""
+    title = re.search(r'title="([^"]+)"', match["rest"])
     yield Block(
-      language=found["language"] or "",
-      text=textwrap.dedent(found["text"]),
-      line=text[: found.start("indent")].count("\n") + 1,
+      language=match["language"] or "",
+      text=textwrap.dedent(match["text"]),
+      line=text[: match.start("indent")].count("\n") + 1,
       title=title[1] if title else "",
       not_run=note.removeprefix("not run: ") if note.startswith("not run: ") else "",
       compared=note == "compared",
@@ -92,21 +100,37 @@ def _run_one(block: Block, names: dict[str, Any], place: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(block.text)
   elif block.compared:
-    command, _, printed = block.text.removeprefix("$ ").partition("\n")
-    found = shell(command, capture_output=True).stdout
-    if found.strip() != printed.strip():
-      raise ValueError(f"{command} prints:\n{found}")
+    command, _, expected = block.text.removeprefix("$ ").partition("\n")
+    printed = shell(command, capture_output=True).stdout
+    if printed.strip() != expected.strip():
+      raise ValueError(f"{command} prints:\n{printed}")
   elif block.language == "python":
-    exec(compile("\n" * block.line + block.text, place, "exec"), names)
+    _run_python(block, names, place)
   elif block.language == "sh":
-    shell(block.text)
+    code = shell(block.text, check=not block.failure).returncode
+    if block.failure and code != int(block.failure):
+      raise ValueError(f"exit code {code}, expected {block.failure}")
   elif block.language == "gin":
     check_settings(block.text)
   elif block.language not in SHOWN:
     raise ValueError(f"blocks of {block.language!r} are neither run nor shown")
 
 
-def shell(text: str, **options: Any) -> subprocess.CompletedProcess:
+def _run_python(block: Block, names: dict[str, Any], place: str) -> None:
+  """Executes a block, which must raise the error that it promises."""
+  code = compile("\n" * block.line + block.text, place, "exec")
+  try:
+    exec(code, names)
+  except Exception as error:
+    if type(error).__name__ != block.failure:
+      raise
+    print(error)
+    return
+  if block.failure:
+    raise ValueError(f"raises nothing, expected {block.failure}")
+
+
+def shell(text: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess:
   """Runs shell lines with the `osd` and `python` of this environment."""
   programs = pathlib.Path(sys.executable).parent
   environment = {
@@ -115,7 +139,7 @@ def shell(text: str, **options: Any) -> subprocess.CompletedProcess:
     "COLUMNS": "80",
   }
   command = ["bash", "-euo", "pipefail", "-c", text]
-  return subprocess.run(command, check=True, text=True, env=environment, **options)
+  return subprocess.run(command, check=check, text=True, env=environment, **options)
 
 
 def check_settings(text: str) -> None:
@@ -143,11 +167,11 @@ def configs() -> list[type]:
   """Returns all config classes that commands read."""
   from osd_jax.main import commands, settings
 
-  found = {}
+  classes = {}
   for command in commands.COMMANDS.values():
     root = getattr(importlib.import_module(command.module), command.config)
-    found |= settings.configs(root)
-  return list(found.values())
+    classes |= settings.configs(root)
+  return list(classes.values())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The pages of docs/: the strict build, and every code block run as a reader would."""
 
 import dataclasses
+import functools
+import importlib
 import os
 import pathlib
 import re
@@ -31,6 +33,16 @@ WITH_BLOCKS = [
 
 # A line of the map: names of modules, then at least two spaces and a description.
 MAPPED = re.compile(r"^ {4}(\w.*?)(?: {2,}|$)", flags=re.MULTILINE)
+# All pages that name files, the docs included.
+READMES = (
+  "README.md",
+  "CONTRIBUTING.md",
+  "experiments/README.md",
+  "benchmarks/README.md",
+)
+FILE = re.compile(r"[\w./-]*\w\.(?:py|gin|md|ipynb|cc|csv|sh|yaml|svg|toml)(?!\w)")
+# Files of the reader and of runs, and placeholders such as NAME.py.
+NOT_OURS = re.compile(r"^my[._]|operative_config|[A-Z]{4}(?!.*\.md)")
 
 
 def run_page(page: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedProcess:
@@ -49,8 +61,8 @@ def run_page(page: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedPr
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_BLOCKS)
 def test_every_block_of_a_page_runs(page, tmp_path):
-  done = run_page(DOCS / page, tmp_path)
-  assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+  result = run_page(DOCS / page, tmp_path)
+  assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-6000:]}"
 
 
 @pytest.mark.parametrize(
@@ -62,13 +74,19 @@ def test_every_block_of_a_page_runs(page, tmp_path):
     ("<!-- compared -->\n```console\n$ echo one\ntwo\n```", "echo one prints"),
     ("```c\nint i;\n```", "neither run nor shown"),
     ("    ```python\n    raise OSError('indented')\n    ```", "indented"),
+    (
+      "```python\nint('5')  # raises ValueError\n```",
+      "raises nothing, expected ValueErr",
+    ),
+    ("```python\nint([])  # raises ValueError\n```", "TypeError"),
+    ("```sh\ntrue  # exit code 2\n```", "exit code 0, expected 2"),
   ],
 )
 def test_wrong_block_fails(block, message, tmp_path):
   page = tmp_path / "page.md"
   page.write_text(f"A line.\n\n{block}\n")
-  done = run_page(page, tmp_path)
-  assert done.returncode != 0 and message in done.stderr
+  result = run_page(page, tmp_path)
+  assert result.returncode != 0 and message in result.stderr
 
 
 def test_blocks_share_names_and_files(tmp_path):
@@ -80,90 +98,178 @@ def test_blocks_share_names_and_files(tmp_path):
     "```python\nassert word == open('out.txt').read().strip() == 'five'\n```\n"
     "<!-- not run: needs a TPU -->\n```sh\nfalse\n```\n"
     "<!-- compared -->\n```console\n$ cat out.txt\nfive\n```\n"
+    "```python\nint(word)  # raises ValueError\n```\n"
+    "```sh\n(exit 3)  # exit code 3\n```\n"
     "```gin\nPairConfig.draft = @a/PairConfig()\na/PairConfig.target = %T\n```\n"
   )
-  done = run_page(page, tmp_path)
-  assert done.returncode == 0, done.stderr
+  result = run_page(page, tmp_path)
+  assert result.returncode == 0, result.stderr
 
 
 def test_few_blocks_are_not_run_and_each_gives_a_reason():
-  found = [
+  blocks = [
     (page, block)
     for page in WRITTEN
     for block in pages.blocks((DOCS / page).read_text())
   ]
-  kept = [(page, block) for page, block in found if block.not_run]
-  assert all(len(block.not_run.split()) >= 2 for _, block in kept)
-  run = [block for _, block in found if block.language in pages.RUN]
-  assert len(kept) <= len(run) / 3, [(page, block.line) for page, block in kept]
+  not_run = [(page, block) for page, block in blocks if block.not_run]
+  assert all(len(block.not_run.split()) >= 2 for _, block in not_run)
+  programs = [block for _, block in blocks if block.language in pages.RUN]
+  assert len(not_run) <= len(programs) / 3, [(page, x.line) for page, x in not_run]
+  # An example that fails says so with `# raises`, which is checked.
+  assert not [page for page, block in blocks if "except osd_jax" in block.text]
 
 
 def test_every_field_of_every_config_is_in_the_reference():
   from osd_jax import base
 
-  shown = set(
+  names = set(
     re.findall(r"^::: (\S+)", (DOCS / "reference" / "configs.md").read_text(), re.M)
   )
   # Gin cannot construct them.
-  made_in_python = {"Pair", "Model", "Vocabulary", "Identity"}
+  python_only = {"Pair", "Model", "Vocabulary", "Identity"}
   # A config that inherits fields shows its own; the page shows the class above, too.
-  assert shown == {
+  assert names == {
     f"{config.__module__}.{config.__name__}"
-    for made in pages.configs()
-    for config in made.__mro__[: made.__mro__.index(object)]
-    if config is not base.Config and config.__name__ not in made_in_python
+    for leaf in pages.configs()
+    for config in leaf.__mro__[: leaf.__mro__.index(object)]
+    if config is not base.Config and config.__name__ not in python_only
   }
 
 
 def unknown_settings(text: str) -> list[str]:
   """Settings that a text names, such as `StreamConfig.seed`, and that do not exist."""
-  known = {made.__name__: made for made in pages.configs()}
+  configs = {config.__name__: config for config in pages.configs()}
   return [
     f"{config}.{field}"
     for config, field in re.findall(r"\b([A-Z]\w*Config)\.([a-z_0-9]+)", text)
-    if config in known
-    and field not in {own.name for own in dataclasses.fields(known[config])}
-    and not hasattr(known[config], field)
+    if config in configs
+    and field not in {own.name for own in dataclasses.fields(configs[config])}
+    and not hasattr(configs[config], field)
   ]
 
 
 def test_every_setting_that_is_named_exists():
-  written = [ROOT / "README.md"]
-  for folder in ("docs", "experiments", "gin_configs", "notebooks", "osd_jax"):
-    written += [
+  files = [ROOT / "README.md"]
+  for folder in (
+    "docs",
+    "experiments",
+    "gin_configs",
+    "notebooks",
+    "osd_jax",
+    "osd_serve",
+  ):
+    files += [
       path
       for path in (ROOT / folder).rglob("*")
       if path.suffix in {".md", ".gin", ".ipynb", ".py"}
     ]
-  found = {path: unknown_settings(path.read_text()) for path in written}
-  assert {path: names for path, names in found.items() if names} == {}
+  unknown = {path: unknown_settings(path.read_text()) for path in files}
+  assert {path: names for path, names in unknown.items() if names} == {}
   # The negative control.
   text = "`GateConfig.follow` and GateConfig.cap"
   assert unknown_settings(text) == ["GateConfig.follow"]
 
 
-def test_every_public_name_is_in_the_reference():
+def test_api_page_lists_exactly_the_public_names():
   import osd_jax
 
-  text = (DOCS / "reference" / "api.md").read_text()
-  assert [name for name in osd_jax.__all__ if f"`{name}`" not in text] == []
+  table = re.findall(
+    r"^\| (`.*?) \|", (DOCS / "reference" / "api.md").read_text(), re.M
+  )
+  assert set(re.findall(r"`(\w+)`", " ".join(table))) == set(osd_jax.__all__)
+
+
+def documents() -> dict[pathlib.Path, str]:
+  """Returns all pages with their text, without addresses of other sites."""
+  files = [ROOT / name for name in READMES] + [DOCS / page for page in WRITTEN]
+  files.append(DOCS / "how_to" / "extend.md")
+  return {path: re.sub(r"\w+://[^\s)>]+", "", path.read_text()) for path in files}
+
+
+def missing_names(text: str) -> list[str]:
+  """Dotted names of our packages in a text that cannot be imported."""
+  names = re.findall(r"(?:^::: |`)(osd_(?:jax|serve|tools)(?:\.\w+)+)", text, re.M)
+  return [name for name in names if not _can_be_imported(name)]
+
+
+def _can_be_imported(name: str) -> bool:
+  parts = name.split(".")
+  for end in range(len(parts), 0, -1):
+    try:
+      module = importlib.import_module(".".join(parts[:end]))
+    except ModuleNotFoundError:
+      continue
+    return (
+      functools.reduce(
+        lambda value, part: getattr(value, part, None), parts[end:], module
+      )
+      is not None
+    )
+  return False
+
+
+def test_every_dotted_name_can_be_imported():
+  missing = {path: missing_names(text) for path, text in documents().items()}
+  assert {path: names for path, names in missing.items() if names} == {}
+  # The negative control.
+  assert missing_names("`osd_jax.certify` and `osd_jax.online.run(config)`") == [
+    "osd_jax.certify"
+  ]
+
+
+def missing_files(text: str, folder: pathlib.Path) -> list[str]:
+  """Files that a text names or links to, but that neither exist nor are its blocks."""
+  titles = {block.title for block in pages.blocks(text)}
+  roots = (folder, ROOT, ROOT / "osd_jax", ROOT / "gin_configs")
+  missing = []
+  for name in sorted(set(FILE.findall(text)) - titles):
+    if NOT_OURS.search(name):
+      continue
+    if not any((root / name).exists() for root in roots) and name not in basenames():
+      missing.append(name)
+  return missing
+
+
+@functools.cache
+def basenames() -> frozenset[str]:
+  """Names of all files of the repository, without their folders."""
+  folders = ("osd_jax", "osd_serve", "osd_tools", "tests", "benchmarks", "experiments")
+  paths = (path for folder in folders for path in (ROOT / folder).rglob("*.*"))
+  return frozenset(path.name for path in paths)
+
+
+def test_every_file_that_is_named_exists():
+  missing = {
+    path: missing_files(text, path.parent) for path, text in documents().items()
+  }
+  assert {path: names for path, names in missing.items() if names} == {}
+  # The negative control.
+  text = "`tests/test_compilers.py`, [this](nothing.md), `accept.py`, `models/NAME.py`"
+  assert missing_files(text, DOCS) == ["nothing.md", "tests/test_compilers.py"]
+
+
+def test_install_page_states_the_size_of_the_weights():
+  weights = (ROOT / "osd_jax" / "assets").glob("*.safetensors")
+  size = sum(path.stat().st_size for path in weights) / 2**20
+  assert f"{size:.0f} MiB of trained weights" in (DOCS / "start/install.md").read_text()
 
 
 @pytest.mark.slow
 def test_site_builds_without_warnings(tmp_path):
   command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr[-4000:]
+  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert result.returncode == 0, result.stderr[-4000:]
   page = (tmp_path / "reference" / "configs" / "index.html").read_text()
   assert "num_draft_tokens" in page and "recency_half_life" in page
   assert (tmp_path / "notebooks" / "quick_start" / "index.html").exists()
 
 
 def test_map_in_contributing_lists_every_module():
-  """Compares the first column of the map in CONTRIBUTING.md with the tree."""
+  """Compares the first column of the map in CONTRIBUTING.md with osd_jax/."""
   text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where things are")[1]
-  mapped = set(re.findall(r"\b\w+\b", " ".join(MAPPED.findall(text.split("##")[0]))))
-  here = {path.stem for path in (ROOT / "osd_jax").glob("*.py")} | {
+  names = set(re.findall(r"\b\w+\b", " ".join(MAPPED.findall(text.split("##")[0]))))
+  modules = {path.stem for path in (ROOT / "osd_jax").glob("*.py")} | {
     path.parent.name for path in (ROOT / "osd_jax").glob("*/__init__.py")
   }
-  assert mapped == here - {"__init__"}
+  assert names == modules - {"__init__"}

@@ -11,6 +11,7 @@ from osd_jax import base, main, online, pairs, runs
 from osd_jax.distillation import gate
 from osd_jax.engine import requests
 from osd_jax.engine.requests import ReplicaConfig
+from osd_jax.loop import loop
 from osd_jax.models.shapes import DraftServing
 from osd_tools import replicas
 
@@ -84,9 +85,9 @@ def test_killing_one_of_three_replicas_changes_no_output(
     ray.kill(victim.actor)
 
   at_step(monkeypatch, 6, kill)
-  begin = online.OnlineLoop.close
+  begin = loop.Loop.close
   monkeypatch.setattr(
-    online.OnlineLoop,
+    loop.Loop,
     "close",
     lambda self, s: (learners.append(self.server.learner), begin(self, s)),
   )
@@ -99,8 +100,8 @@ def test_killing_one_of_three_replicas_changes_no_output(
   assert outputs(result.path) == alone
   each_once(result.path)
   assert int(learners[0]._buffer.added) == COUNT
-  (message,) = rows_of(result.path, "replica")
-  assert f"its {len(lost)} requests go to other replicas" in message["said"]
+  (message,) = rows_of(result.path, "event")
+  assert f"its {len(lost)} requests go to other replicas" in message["text"]
   versions = [row["draft_version"] for row in rows_of(result.path, "request")]
   assert len(rows_of(result.path, "update")) > 2 and max(versions) > 1
   assert rows_of(result.path, "gate")[0]["name"] == "promoted"

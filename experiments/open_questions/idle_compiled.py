@@ -34,6 +34,7 @@ import rich.table
 from osd_jax import native
 from osd_jax.costs.table import expected_tokens
 from osd_jax.distillation import update
+from osd_jax.distillation.losses import LossConfig
 from osd_tools import chips, hlo
 from osd_tools.ahead_of_time import plan, programs
 
@@ -71,7 +72,13 @@ def cost(machine: str, rows: int, drafted: int, layers: int, program: str) -> Co
   """Compiles one program of two short models."""
   name, _, model = machine.partition("=")
   run = ahead_of_time.config(TARGET, int(model), rows, drafted)
-  trained = update.UpdateConfig(num_new=STEP_ROWS, num_replay=0)
+  trained = update.UpdateConfig(
+    loss=LossConfig("forward_kl", num_positions=0, num_tokens=0),
+    num_new=STEP_ROWS,
+    num_replay=0,
+    length_multiple=0,
+    ema_decay=0.0,
+  )
   learning = dataclasses.replace(run.learning, update=trained)
   run = dataclasses.replace(run, learning=learning)
   made = plan.Plan(run, chips.Topology(name), layers)

@@ -345,7 +345,7 @@ class Told:
     plan: the schedule at other times.
     usual: slices of its longest update.
     begins: requests at which a new topic begins.
-    slices: of each update after a shift; 0 only ends a pause.
+    slices: of each update after a shift; 0 only forgets the overlaps before it.
     update_interval: requests between updates.
   """
 
@@ -365,9 +365,7 @@ class Told:
   ) -> tuple[Any, int]:
     """See `Schedule.update`."""
     if state.finished in self.begins:
-      state = dataclasses.replace(
-        state, paused=False, recent=(), changed=state.finished
-      )
+      state = dataclasses.replace(state, recent=())
     state, slices = self.plan.update(state, request._replace(slices=self.usual), costs)
     since = [state.finished - place for place in self.begins if place < state.finished]
     told = bool(since) and min(since) <= AFTER_SHIFT and self.slices > 0

@@ -100,9 +100,9 @@ def measures(setting: Setting, names: Sequence[str], period: int, seed: int) -> 
 
 
 def trained_more(learning: LearningConfig) -> LearningConfig:
-  """Returns a config that trains as much as it can at every update, without pauses."""
+  """Returns a config that trains as much as it can at every update."""
   interval = learning.schedule.update_interval
-  return changed(learning, schedule=ScheduleConfig(interval, pause=False))
+  return changed(learning, schedule=ScheduleConfig(interval, much_to_gain=0.0))
 
 
 def where_wrong(draft: replay.Course, cache: replay.Course) -> float:

@@ -54,7 +54,7 @@ def accept(
   Returns:
     The accepted prefix and the recovered or bonus token after it.
   """
-  chosen, is_penalized = resolve(rule), False
+  resolved, is_penalized = resolve(rule), False
   if text is not None:
     is_penalized = sampling.is_penalized(settings)
 
@@ -62,9 +62,9 @@ def accept(
     both = proposal, verification
     if text is not None:
       both = _penalized(*both, settings, text)
-    return chosen.accept(*both, settings, position)
+    return resolved.accept(*both, settings, position)
 
-  if not chosen.exact:  # its greedy rows may follow other rules, too
+  if not resolved.exact:  # its greedy rows may follow other rules, too
     return by_rule()
   return jax.lax.cond(
     jnp.any(settings.temperature > 0) | is_penalized,
@@ -164,10 +164,10 @@ def accept_by_block(
   if num_draft_tokens < 2:  # the same rule
     return accept_by_rejection(proposal, verification, settings, position)
   target_probs, draft_probs = _probs(proposal, verification, settings)
-  kept = _kept(*_at_tokens(proposal, target_probs, draft_probs))
+  kept_probs = _kept(*_at_tokens(proposal, target_probs, draft_probs))
   offsets = position[:, None] + jnp.arange(num_draft_tokens)[None]
   u = _uniform(round_seed(settings.seed, position), offsets)
-  passed = (u < _passes(proposal, target_probs, draft_probs, kept)) & (
+  passed = (u < _passes(proposal, target_probs, draft_probs, kept_probs)) & (
     proposal.is_proposed
   )
   count = jnp.arange(1, num_draft_tokens + 1)
@@ -175,7 +175,7 @@ def accept_by_block(
 
   target_row = jnp.take_along_axis(target_probs, accepted[:, None, None], axis=1)[:, 0]
   draft_row = _draft_row(proposal, draft_probs, accepted, target_row.shape[-1])
-  share = jnp.take_along_axis(kept, accepted[:, None], axis=1)
+  share = jnp.take_along_axis(kept_probs, accepted[:, None], axis=1)
   residual = jnp.maximum(share * target_row - draft_row, 0.0)
   return _recovered(proposal, accepted, residual, target_row, settings, position)
 
@@ -277,15 +277,15 @@ def _kept(
   target_at: Float[Array, "B K"], draft_at: Float[Array, "B K"]
 ) -> Float[Array, "B n"]:
   """Probabilities [B, K + 1] that the first i drafted tokens are accepted."""
-  kept = [jnp.ones(target_at.shape[:1], target_at.dtype)]
+  probs = [jnp.ones(target_at.shape[:1], target_at.dtype)]
   for index in range(target_at.shape[1]):
     target, draft = target_at[:, index], draft_at[:, index]
     # Not `target / draft`, which may overflow. A token without draft mass was not drawn
     # from a sound row. Numbers below `tiny` may be flushed to 0.
     can_be_drawn = draft >= jnp.finfo(draft.dtype).tiny
-    ratio = jnp.minimum(kept[-1] * target, draft) / jnp.where(can_be_drawn, draft, 1.0)
-    kept.append(jnp.where(can_be_drawn, ratio, 0.0))
-  return jnp.stack(kept, axis=1)
+    ratio = jnp.minimum(probs[-1] * target, draft) / jnp.where(can_be_drawn, draft, 1.0)
+    probs.append(jnp.where(can_be_drawn, ratio, 0.0))
+  return jnp.stack(probs, axis=1)
 
 
 def _passes(
@@ -337,9 +337,9 @@ def _recovered(
     sampling.Purpose.EMIT,
   )
   # The emitted token follows the accepted prefix, at index K if all are accepted.
-  padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
-  slot = jnp.arange(padded.shape[1])[None]
-  tokens = jnp.where(slot < accepted[:, None], padded, emitted[:, None])
+  columns = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+  slot = jnp.arange(columns.shape[1])[None]
+  tokens = jnp.where(slot < accepted[:, None], columns, emitted[:, None])
   return base.Acceptance(tokens=tokens, accepted=accepted)
 
 
@@ -384,12 +384,12 @@ def _draft_row(
       fill_value=-1,
     )[:, 0]
     return jax.nn.one_hot(token, vocab_size)
-  found = jnp.take_along_axis(
+  row_probs = jnp.take_along_axis(
     draft_probs, row[..., None], axis=1, mode="fill", fill_value=0
   )[:, 0]
   if proposal.lengths is None:
-    return found
-  return jnp.where(row < proposal.lengths[:, None], found, 0.0)
+    return row_probs
+  return jnp.where(row < proposal.lengths[:, None], row_probs, 0.0)
 
 
 def _uniform(

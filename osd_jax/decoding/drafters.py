@@ -108,7 +108,7 @@ class Drafter(Protocol):
     source: jax.Array,
     emitted: jax.Array,
     length: jax.Array,
-    owner: jax.Array,
+    salt: jax.Array,
   ) -> Any:
     """Learns from a finished request, without training; returns the new memory.
 
@@ -119,7 +119,7 @@ class Drafter(Protocol):
       source: [1, S] int32, the prompt.
       emitted: [T] int32, the answer, padded.
       length: [] int32, the number of its tokens.
-      owner: [2] uint32; only rows with this owner may use what is stored of the answer;
+      salt: [2] uint32; only rows with this salt may use what is stored of the answer;
         see `base.SamplingSettings`.
     """
 
@@ -292,16 +292,16 @@ class ModelDrafter:
     the length are never read, and overwritten later. Rows may be behind by different
     numbers of tokens; stopped rows are not waited for.
     """
-    wanted = state_lib.fed_to_draft(rows.length)
+    target_length = state_lib.fed_to_draft(rows.length)
 
     def lags(cache) -> jax.Array:
       running = rows.stop_reason == base.StopReason.RUNNING
-      return jnp.any(running & (cache.length < wanted))
+      return jnp.any(running & (cache.length < target_length))
 
     def feed(cache):
       tokens, states = self._inputs(rows, cache.length, CHUNK)
       # Rows that lag less are not moved past `wanted`: `propose` feeds the last two.
-      end = jnp.minimum(cache.length + CHUNK, wanted)
+      end = jnp.minimum(cache.length + CHUNK, target_length)
       _, cache = self.decode(params, tokens, cache, states)
       last = jnp.full_like(end, CHUNK - 1)  # of a fixed shape, and never continued
       return self._from_input(cache, last).replace(length=end)
@@ -316,8 +316,8 @@ class ModelDrafter:
     states: jax.Array | None = None,
   ) -> tuple[jax.Array, Any]:
     """Feeds tokens [B, n] to every row; see `base.Model.decode` and `reads_tokens`."""
-    given = () if states is None else (states,)
-    return self.model.decode(params, tokens, state, *given)
+    optional = () if states is None else (states,)
+    return self.model.decode(params, tokens, state, *optional)
 
   def fed(self, state: Any) -> jax.Array:
     """See `Drafter.fed`."""
@@ -339,10 +339,10 @@ class ModelDrafter:
     source: jax.Array,
     emitted: jax.Array,
     length: jax.Array,
-    owner: jax.Array,
+    salt: jax.Array,
   ) -> Any:
     """Learns nothing: a trained draft has no memory."""
-    del memory, state, source, emitted, length, owner
+    del memory, state, source, emitted, length, salt
 
 
 def _where_running(rows: state_lib.DecodeState, tokens: jax.Array) -> jax.Array:

@@ -32,8 +32,9 @@ and drafting goes on while that is worth its price:
     price of the next   .32   .32   .32   .32     four are drafted: .31 < .32
 
 Where there is no learned draft, and while it rests because it does not pay
-(`MixedDraft.resting`), the cache drafts alone in the same way. Its first token costs no
-step of a draft, so it is only proposed if verifying it is worth the price.
+(`Mixture.resting`), the cache drafts alone in the same way (`NgramDrafter`). Its first
+token costs no step of a draft, so it is only proposed if verifying it is worth the
+price.
 """
 
 import dataclasses
@@ -69,11 +70,11 @@ _MAX_WEIGHT = 4.0  # of a most likely token that is scored in place of a drawn o
 
 
 @flax.struct.dataclass
-class Mixture:
-  """What a mixed draft serves with.
+class Memory:
+  """The n-gram cache, with the scores of both sources.
 
   Attributes:
-    draft: prepared parameters of the learned draft; None in the drafter's memory.
+    draft: prepared parameters of the learned draft while serving; otherwise None.
     table: the n-gram cache.
     right: [BINS + 1] float32, how often the named token was emitted; the last entry
       is for whichever source would have proposed.
@@ -99,7 +100,8 @@ class State:
   position before `length`, what was named after the emitted tokens.
 
   Attributes:
-    draft: state of the learned draft; behind the other fields after it has rested.
+    draft: state of the learned draft, if there is one; behind the other fields after
+      it has rested.
     text: prompts and outputs.
     named: [B, T, 2] int32; the tokens named after each input, the draft's first.
     bins: [B, T, 2] int32; in which situation; BINS + 1 if none was named.
@@ -119,24 +121,19 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixedDraft(drafters.ModelDrafter):
-  """A draft model mixed with the n-gram cache, or the cache alone.
+class NgramDrafter(drafters.ModelDrafter):
+  """The n-gram cache alone.
 
-  The cache is alone if the draft model is the cache, see `ngrams.build`.
+  Its `model` is that of the cache, see `ngrams.build`, or a learned draft that rests,
+  whose state is kept unchanged.
 
   Attributes:
     target: the model it drafts for.
     size: tokens of served answers that the cache keeps.
-    is_resting: whether the draft model reads and proposes nothing.
   """
 
   target: base.Model
   size: int
-  is_resting: bool = False
-
-  def resting(self) -> "MixedDraft":
-    """This drafter while its draft model rests; `catch_up` ends the rest."""
-    return dataclasses.replace(self, is_resting=True)
 
   def init(
     self,
@@ -145,17 +142,14 @@ class MixedDraft(drafters.ModelDrafter):
     target_states: jax.Array | None,
     cache_length: int,
   ) -> State:
-    """Prefills both sources; see `Drafter.init`."""
-    draft = None
-    if self.is_learned:
-      draft = super().init(params.draft, source, target_states, cache_length)
+    """Keeps the prompts; see `Drafter.init`."""
     text = ngrams.start(self.target, source, self.model.mask(source), cache_length)
     shape = (source.shape[0], cache_length, 2)
-    named, bins = jnp.zeros(shape, jnp.int32), jnp.full(shape, _NONE, jnp.int32)
+    tokens, bins = jnp.zeros(shape, jnp.int32), jnp.full(shape, _NONE, jnp.int32)
     return State(
-      draft=draft,
+      draft=None,
       text=text,
-      named=named,
+      named=tokens,
       bins=bins,
       drawn=jnp.full(shape[:2], -1, jnp.int32),
       is_sampled=jnp.zeros(shape[:1], bool),
@@ -169,34 +163,22 @@ class MixedDraft(drafters.ModelDrafter):
     state: State,
     states: jax.Array | None = None,
   ) -> tuple[jax.Array, State]:
-    """Feeds both sources; the logits are those of the one that proposes."""
-    length = state.length
-    vote, text = ngrams.advance(params.table, tokens, state.text.replace(length=length))
-    # Where nothing matches, the cache alone repeats the last token.
-    token = jnp.where(vote.order > 0, vote.token, tokens)
-    one_hot = ngrams.one_hot(token, self.target.vocab_size)
-    logits, draft = one_hot, state.draft
-    named, bins = token, jnp.full(token.shape, _NONE, jnp.int32)
-    if self.is_learned:
-      draft = state.draft.replace(length=length)
-      logits, draft = super().decode(params.draft, tokens, draft, states)
-      named, bins = sampling.arg_max(logits), _draft_bin(logits, state.is_sampled)
-    named = jnp.stack([named, token], axis=-1)
-    bins = jnp.stack([bins, _cache_bin(vote)], axis=-1)
-    by_cache = _is_by_cache(params, bins)
-    state = state.replace(
-      draft=draft,
-      text=text,
-      named=_write(state.named, named, length),
-      bins=_write(state.bins, bins, length),
-      length=length + tokens.shape[1],
-    )
-    return jnp.where(by_cache[..., None], one_hot, logits), state
+    """Appends tokens to the texts; the logits are one-hot."""
+    del states
+    vote, token, text = self._look_up(params, tokens, state)
+    none = jnp.full(token.shape, _NONE, jnp.int32)
+    bins = jnp.stack([none, _cache_bin(vote)], axis=-1)
+    state = _advanced(state, text, jnp.stack([token, token], axis=-1), bins)
+    return ngrams.one_hot(token, self.target.vocab_size), state
 
-  @property
-  def is_learned(self) -> bool:
-    """Whether a draft model takes part besides the cache."""
-    return self.model.absorb is None and not self.is_resting
+  def _look_up(
+    self, params: Any, tokens: jax.Array, state: State
+  ) -> tuple[ngrams.Vote, jax.Array, ngrams.Text]:
+    """The cache's vote after each token [B, n], its token, and the longer texts."""
+    text = state.text.replace(length=state.length)
+    vote, text = ngrams.advance(params.table, tokens, text)
+    # Where nothing matches, the last token is repeated.
+    return vote, jnp.where(vote.order > 0, vote.token, tokens), text
 
   def fed(self, state: State) -> jax.Array:
     """See `Drafter.fed`."""
@@ -214,15 +196,12 @@ class MixedDraft(drafters.ModelDrafter):
     """Drafts while the next token is worth its price; see `Drafter.propose`."""
     if prices is None:
       proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
-      found = self._proposal(params, state, rows, proposal.tokens, proposal.logits)
-      return found, state
+      tokens, logits = proposal.tokens, proposal.logits
+      return self._proposal(params, state, rows, tokens, logits), state
     drafted, logits, state = self.first(params, state, rows, num_draft_tokens, noise)
     running = rows.stop_reason == base.StopReason.RUNNING
     running = running & rows.settings.speculative
-    survival = self._survival(params, state)
-    if not self.is_learned:
-      worth = jnp.sum(jnp.where(running, survival, 0.0))
-      survival = jnp.where(worth >= prices[0], survival, 0.0)
+    survival = self._first_survival(self._survival(params, state), running, prices[0])
     shape = (*drafted.shape, logits.shape[-1])
     all_logits = jnp.zeros(shape, logits.dtype).at[:, 0].set(logits)
     is_proposed = jnp.zeros(drafted.shape, bool)
@@ -262,17 +241,19 @@ class MixedDraft(drafters.ModelDrafter):
     logits: jax.Array | None,
     lengths: jax.Array | None = None,
   ) -> base.Proposal:
-    """The proposal; that of the cache alone is deterministic."""
-    if not self.is_learned:
-      return base.Proposal(tokens, None, lengths, jnp.ones(tokens.shape, bool))
-    # The i-th drafted token was named after the input at `rows.length + i`.
-    at = rows.length[:, None] + jnp.arange(tokens.shape[1])[None]
-    bins = jnp.take_along_axis(state.bins, at[..., None], axis=1)
-    return base.Proposal(tokens, logits, lengths, _is_by_cache(params, bins))
+    """A deterministic proposal."""
+    del params, state, rows, logits
+    return base.Proposal(tokens, None, lengths, jnp.ones(tokens.shape, bool))
+
+  def _first_survival(
+    self, survival: jax.Array, running: jax.Array, price: jax.Array
+  ) -> jax.Array:
+    """Survival [B] of the first token: 0 if verifying it is not worth its price."""
+    worth = jnp.sum(jnp.where(running, survival, 0.0))
+    return jnp.where(worth >= price, survival, 0.0)
 
   def _drawn(self, logits, rows, drafted, offset, noise):
-    if self.is_learned:
-      return super()._drawn(logits, rows, drafted, offset, noise)
+    del rows, noise
     return drafted.at[:, offset].set(sampling.arg_max(logits)), logits
 
   def first(
@@ -305,16 +286,13 @@ class MixedDraft(drafters.ModelDrafter):
   def _fed_again(
     self, params: Any, cache: State, rows: state_lib.DecodeState, drafted: int
   ) -> State:
-    # What the cache alone names does not depend on states.
-    if not self.is_learned:
-      return cache
-    draft = cache.draft.replace(length=cache.length)
-    return cache.replace(draft=super()._fed_again(params.draft, draft, rows, drafted))
+    # What the cache names does not depend on the target's states.
+    del params, rows, drafted
+    return cache
 
   def _from_input(self, cache: State, index: jax.Array) -> State:
-    if not self.is_learned:
-      return cache
-    return cache.replace(draft=super()._from_input(cache.draft, index))
+    del index
+    return cache
 
   def _with_drawn(self, params: Any, state: State, token: jax.Array) -> State:
     """Notes the tokens [B] that were drawn after the newest inputs."""
@@ -324,21 +302,19 @@ class MixedDraft(drafters.ModelDrafter):
     return state.replace(drawn=ngrams.write(state.drawn, token[:, None], at))
 
   def observe(self, state: State, rows: state_lib.DecodeState) -> State:
-    """Rewinds both sources, and forgets tokens that were drawn but not judged."""
+    """Rewinds the texts, and forgets tokens that were drawn but not judged."""
     is_judged = jnp.arange(state.drawn.shape[1])[None] < rows.length[:, None]
     is_judged = is_judged & rows.settings.speculative[:, None]
     state = state.replace(drawn=jnp.where(is_judged, state.drawn, -1))
     state = super().observe(state, rows)
     if state.draft is None:
       return state
-    # A resting draft stays behind.
-    fed = state.length
-    if not self.is_learned:
-      fed = jnp.minimum(fed, state.draft.length)
-    return state.replace(draft=state.draft.replace(length=fed))
+    # A resting draft stays behind, but is rewound with the text.
+    fed_length = jnp.minimum(state.length, state.draft.length)
+    return state.replace(draft=state.draft.replace(length=fed_length))
 
   def catch_up(self, params: Any, state: State, rows: state_lib.DecodeState) -> State:
-    """Feeds both sources from where the draft model is; see `Drafter.catch_up`."""
+    """Feeds all sources from where the draft model is; see `Drafter.catch_up`."""
     state = _with_settings(state, rows)
     state = state.replace(length=jnp.minimum(state.length, self.fed(state)))
     return super().catch_up(params, state, rows)
@@ -349,7 +325,7 @@ class MixedDraft(drafters.ModelDrafter):
     bins = jnp.take_along_axis(state.bins, at, axis=1)[:, 0]
     return jnp.max(jnp.maximum(_accuracy(params, bins), 0.0), axis=-1)
 
-  def memory(self) -> Mixture:
+  def memory(self) -> Memory:
     """An empty cache, and scores that believe the learned draft."""
     edges = np.concatenate([[0.0], _EDGES, [1.0]])
     right = np.concatenate(
@@ -360,12 +336,9 @@ class MixedDraft(drafters.ModelDrafter):
         [_ANY_PRIOR],
       ]
     )
-    size = self.size
-    if not self.is_learned:
-      size = jax.eval_shape(self.model.init, jax.random.key(0)).ring.shape[0]
-    return Mixture(
+    return Memory(
       draft=None,
-      table=ngrams.empty(size),
+      table=ngrams.empty(self.size),
       right=jnp.asarray(right * _PRIOR, jnp.float32),
       **{
         name: jnp.full((BINS + 1,), _PRIOR, jnp.float32)
@@ -373,8 +346,8 @@ class MixedDraft(drafters.ModelDrafter):
       },
     )
 
-  def with_memory(self, prepared: base.Params, memory: Any) -> Mixture:
-    """Returns the mixture with this learned draft."""
+  def with_memory(self, prepared: base.Params, memory: Any) -> Memory:
+    """Returns the memory with the parameters of this draft."""
     return memory.replace(draft=prepared)
 
   def absorb(
@@ -384,10 +357,10 @@ class MixedDraft(drafters.ModelDrafter):
     source: jax.Array,
     emitted: jax.Array,
     length: jax.Array,
-    owner: jax.Array | np.ndarray = ngrams.NOBODY,
-  ) -> Mixture:
+    salt: jax.Array | np.ndarray = ngrams.NO_SALT,
+  ) -> Memory:
     """Adds the answer to the cache, and scores all tokens that were named for it."""
-    table = ngrams.absorb(self.target, memory.table, source, emitted, length, owner)
+    table = ngrams.absorb(self.target, memory.table, source, emitted, length, salt)
     if state is None:
       return memory.replace(table=table)
     count = emitted.shape[0]
@@ -395,22 +368,22 @@ class MixedDraft(drafters.ModelDrafter):
     is_scored = jnp.arange(count) < jnp.minimum(length, state.length[0])
     bins = jnp.where(is_scored[:, None], state.bins[0, :count], _NONE)
     right = (state.named[0, :count] == emitted[:, None]).astype(jnp.float32)
-    top, cached, drawn = right[:, 0], right[:, 1], state.drawn[0, :count]
-    drawn_right = (drawn == emitted).astype(jnp.float32)
+    top, cached, draws = right[:, 0], right[:, 1], state.drawn[0, :count]
+    drawn_right = (draws == emitted).astype(jnp.float32)
     weight = memory.drawn_right / memory.top_right
     weight = weight.at[bins[:, 0]].get(mode="fill", fill_value=0.0)
     stand_in = jnp.minimum(weight, _MAX_WEIGHT) * top
-    learned = jnp.where(drawn >= 0, drawn_right, stand_in)
+    learned = jnp.where(draws >= 0, drawn_right, stand_in)
     by_cache = _is_by_cache(memory, bins)
     either = jnp.where(by_cache, cached, learned)
     is_named = jnp.min(bins, axis=-1) != _NONE
     # After a block whose tokens were all accepted, the target draws one more, for which
     # a sampled row has nothing to compare.
-    is_known = (drawn >= 0) | by_cache | (bins[:, 0] < _SAMPLED)
+    is_known = (draws >= 0) | by_cache | (bins[:, 0] < _SAMPLED)
     learned_bin = jnp.where(is_known, bins[:, 0], _NONE)
     any_bin = jnp.where(is_known & is_named, _ANY, _NONE)
     every = jnp.stack([learned_bin, bins[:, 1], any_bin], axis=1)
-    where_drawn = jnp.where(drawn >= 0, bins[:, 0], _NONE)
+    where_drawn = jnp.where(draws >= 0, bins[:, 0], _NONE)
     right, scored = _counted(
       (memory.right, memory.scored),
       every,
@@ -419,12 +392,130 @@ class MixedDraft(drafters.ModelDrafter):
     drawn_right, top_right = _counted(
       (memory.drawn_right, memory.top_right), where_drawn, (drawn_right, top)
     )
-    return Mixture(None, table, right, scored, drawn_right, top_right)
+    return Memory(None, table, right, scored, drawn_right, top_right)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture(NgramDrafter):
+  """The learned draft `model` mixed with the n-gram cache."""
+
+  @property
+  def learned(self) -> drafters.ModelDrafter:
+    """The learned draft without the cache."""
+    return drafters.ModelDrafter(self.model, self.whole_logits)
+
+  def resting(self) -> NgramDrafter:
+    """The cache alone while the learned draft rests; `catch_up` ends the rest."""
+    return NgramDrafter(
+      self.model, self.whole_logits, target=self.target, size=self.size
+    )
+
+  def init(
+    self,
+    params: Any,
+    source: jax.Array,
+    target_states: jax.Array | None,
+    cache_length: int,
+  ) -> State:
+    """Prefills both sources; see `Drafter.init`."""
+    state = super().init(params, source, None, cache_length)
+    draft = self.learned.init(params.draft, source, target_states, cache_length)
+    return state.replace(draft=draft)
+
+  def decode(
+    self,
+    params: Any,
+    tokens: jax.Array,
+    state: State,
+    states: jax.Array | None = None,
+  ) -> tuple[jax.Array, State]:
+    """Feeds both sources; the logits are those of the one that proposes."""
+    vote, token, text = self._look_up(params, tokens, state)
+    draft = state.draft.replace(length=state.length)
+    logits, draft = self.learned.decode(params.draft, tokens, draft, states)
+    likeliest, draft_bin = (
+      sampling.arg_max(logits),
+      _draft_bin(logits, state.is_sampled),
+    )
+    bins = jnp.stack([draft_bin, _cache_bin(vote)], axis=-1)
+    by_cache = _is_by_cache(params, bins)
+    state = _advanced(state, text, jnp.stack([likeliest, token], axis=-1), bins)
+    one_hot = ngrams.one_hot(token, self.target.vocab_size)
+    logits = jnp.where(by_cache[..., None], one_hot, logits)
+    return logits, state.replace(draft=draft)
+
+  def _proposal(
+    self,
+    params: Any,
+    state: State,
+    rows: state_lib.DecodeState,
+    tokens: jax.Array,
+    logits: jax.Array | None,
+    lengths: jax.Array | None = None,
+  ) -> base.Proposal:
+    # The i-th drafted token was named after the input at `rows.length + i`.
+    at = rows.length[:, None] + jnp.arange(tokens.shape[1])[None]
+    bins = jnp.take_along_axis(state.bins, at[..., None], axis=1)
+    return base.Proposal(tokens, logits, lengths, _is_by_cache(params, bins))
+
+  def _first_survival(
+    self, survival: jax.Array, running: jax.Array, price: jax.Array
+  ) -> jax.Array:
+    del running, price  # the draft's first step has been made
+    return survival
+
+  def _drawn(self, logits, rows, drafted, offset, noise):
+    return self.learned._drawn(logits, rows, drafted, offset, noise)
+
+  def _fed_again(
+    self, params: Any, cache: State, rows: state_lib.DecodeState, drafted: int
+  ) -> State:
+    draft = cache.draft.replace(length=cache.length)
+    draft = self.learned._fed_again(params.draft, draft, rows, drafted)
+    return cache.replace(draft=draft)
+
+  def _from_input(self, cache: State, index: jax.Array) -> State:
+    return cache.replace(draft=self.learned._from_input(cache.draft, index))
+
+  def observe(self, state: State, rows: state_lib.DecodeState) -> State:
+    """Rewinds both sources; see `NgramDrafter.observe`."""
+    state = super().observe(state, rows)
+    return state.replace(draft=state.draft.replace(length=state.length))
+
+
+def drafter(
+  draft: base.Model, whole_logits: bool, target: base.Model, size: int
+) -> NgramDrafter:
+  """Returns the mixture of a draft with an n-gram cache, or the cache if it is one.
+
+  Args:
+    draft: the draft model.
+    whole_logits: see `drafters.ModelDrafter`.
+    target: the model it drafts for.
+    size: tokens of served answers that a mixture's cache keeps.
+  """
+  if draft.absorb is None:
+    return Mixture(draft, whole_logits, target=target, size=size)
+  size = jax.eval_shape(draft.init, jax.random.key(0)).ring.shape[0]
+  return NgramDrafter(draft, whole_logits, target=target, size=size)
+
+
+def _advanced(
+  state: State, text: ngrams.Text, named: jax.Array, bins: jax.Array
+) -> State:
+  """The state with longer texts, and what both sources name [B, n, 2] after them."""
+  length = state.length
+  return state.replace(
+    text=text,
+    named=_write(state.named, named, length),
+    bins=_write(state.bins, bins, length),
+    length=length + named.shape[1],
+  )
 
 
 def _with_settings(state: State, rows: state_lib.DecodeState) -> State:
   """Notes which rows are sampled, and whose cache entries each row may use."""
-  text = state.text.replace(owner=rows.settings.owner)
+  text = state.text.replace(salt=rows.settings.cache_salt)
   return state.replace(is_sampled=rows.settings.temperature > 0, text=text)
 
 
@@ -442,8 +533,8 @@ def _counted(
 
 def _accuracy(params: Any, bins: jax.Array) -> jax.Array:
   """Accuracy of every situation; -1 where no token was named."""
-  found = (params.right / params.scored).at[bins].get(mode="fill", fill_value=-1.0)
-  return jnp.where(bins < BINS, jnp.minimum(found, 1.0), -1.0)
+  share = (params.right / params.scored).at[bins].get(mode="fill", fill_value=-1.0)
+  return jnp.where(bins < BINS, jnp.minimum(share, 1.0), -1.0)
 
 
 def _is_by_cache(params: Any, bins: jax.Array) -> jax.Array:

@@ -63,12 +63,12 @@ def _top_k_by_blocks(
   than k blocks, other ones of them may be kept than by a search of the whole row.
   """
   blocks = logits.reshape(*logits.shape[:-1], -1, _BLOCK)
-  _, chosen = _searched(jnp.max(blocks, axis=-1), kept)
+  _, blocks_of_top = _searched(jnp.max(blocks, axis=-1), kept)
   # In ascending order, so that the first of tied entries is kept, as by `top_k`.
-  chosen = jnp.sort(chosen, axis=-1)
-  found = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
-  top, at = _searched(found.reshape(*logits.shape[:-1], -1), kept)
-  block = jnp.take_along_axis(chosen, at // _BLOCK, axis=-1)
+  blocks_of_top = jnp.sort(blocks_of_top, axis=-1)
+  entries = jnp.take_along_axis(blocks, blocks_of_top[..., None], axis=-2)
+  top, at = _searched(entries.reshape(*logits.shape[:-1], -1), kept)
+  block = jnp.take_along_axis(blocks_of_top, at // _BLOCK, axis=-1)
   return top, block * _BLOCK + at % _BLOCK
 
 
@@ -120,12 +120,12 @@ def teacher_forced(
   Returns:
     A batch of R rows; rows without tokens have weight 0.
   """
-  given, states = (params, source, target.mask(source), tokens), None
+  arguments, states = (params, source, target.mask(source), tokens), None
   if with_states:
     assert target.score_with_states is not None
-    logits, states = target.score_with_states(*given)
+    logits, states = target.score_with_states(*arguments)
   else:
-    logits = target.score(*given)
+    logits = target.score(*arguments)
   position = jnp.arange(tokens.shape[1])[None]
   # The last real token ends the text. Padding ids before it are tokens of the text.
   ends = jnp.where(tokens != target.pad_id, position + 1, 0)

@@ -90,9 +90,9 @@ class DecodeSpec:
       )
       drafter = drafters.ModelDrafter(draft, whole)
       if cache_tokens or draft.absorb is not None:
-        drafter = mixed.MixedDraft(draft, whole, target=target, size=cache_tokens)
+        drafter = mixed.drafter(draft, whole, target, cache_tokens)
     # On a mesh a loop that ends by the rows' survival would need communication.
-    if not isinstance(drafter, mixed.MixedDraft) or partitioner is not None:
+    if not isinstance(drafter, mixed.NgramDrafter) or partitioner is not None:
       widths = ()
     return cls(target, drafter, partitioner=partitioner, widths=widths, **settings)
 
@@ -108,7 +108,7 @@ class DecodeSpec:
     A mixture needs `widths`: otherwise a round would verify K tokens in any case.
     """
     drafter = None
-    if isinstance(self.drafter, mixed.MixedDraft) and self.drafter.is_learned:
+    if isinstance(self.drafter, mixed.Mixture):
       drafter = self.drafter.resting() if self.widths else None
     return dataclasses.replace(self, drafter=drafter)
 
@@ -129,8 +129,8 @@ class DecodeSpec:
     if self.is_split:
       return self.partitioner.by_part(function, *trees)
     parted = lambda leaf: leaf.reshape(self.parts, -1, *leaf.shape[1:])
-    found = jax.vmap(function)(*jax.tree.map(parted, trees))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
+    parts = jax.vmap(function)(*jax.tree.map(parted, trees))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), parts)
 
   def place(self, state: state_lib.DecodeState) -> state_lib.DecodeState:
     """Constrains the rows to their shardings, inside jit."""
@@ -201,18 +201,18 @@ def run_rounds(
     state = state.replace(draft_cache=None)
 
   def continues(carry):
-    done, state = carry
+    count, state = carry
     running = state.stop_reason == base.StopReason.RUNNING
     # As soon as one row stops, the host can give its place to a waiting request.
     none_stopped = jnp.any(running) & jnp.all(running == running_at_start)
-    return none_stopped & (done < max_rounds)
+    return none_stopped & (count < max_rounds)
 
   def body(carry):
-    done, state = carry
+    count, state = carry
     state = one_round(
       spec, num_draft_tokens, target_served, draft_served, state, prices
     )
-    return done + 1, state
+    return count + 1, state
 
   _, state = jax.lax.while_loop(continues, body, (jnp.int32(0), state))
   if not num_draft_tokens:
@@ -283,27 +283,29 @@ def judge(
     acceptance = accept_lib.accept(
       part, verification, state.settings, state.length, spec.rule, state.text
     )
-    kept = None
+    row_records = None
     if state.records is not None:
-      kept = records.from_logits(verification.logits, state.records.ids.shape[-1])
-    found = state_lib.Judgement.of(acceptance, verification, kept)
-    return found.padded(num_draft_tokens + 1), cache
+      row_records = records.from_logits(
+        verification.logits, state.records.ids.shape[-1]
+      )
+    judgement = state_lib.Judgement.of(acceptance, verification, row_records)
+    return judgement.padded(num_draft_tokens + 1), cache
 
   if proposal.lengths is None or not spec.widths or not num_draft_tokens:
     return judged(num_draft_tokens, state.target_cache)
   widths, cache = (0, *spec.widths), state.target_cache
   smallest = jnp.sum(jnp.max(proposal.lengths) > jnp.asarray(widths))
   shapes = jax.eval_shape(lambda: judged(widths[-1], cache)[0])
-  found = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+  judgement = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
   for index, width in enumerate(widths):
     # A loop that runs once or not at all. XLA writes into what a loop carries, but
     # would copy the cache into and out of each branch of a `switch`.
-    _, found, cache = jax.lax.while_loop(
+    _, judgement, cache = jax.lax.while_loop(
       lambda carry: carry[0],
       lambda carry, width=width: (jnp.zeros((), bool), *judged(width, carry[2])),
-      (smallest == index, found, cache),
+      (smallest == index, judgement, cache),
     )
-  return found, cache
+  return judgement, cache
 
 
 def inputs_of(

@@ -49,61 +49,48 @@ def numbered_seed(seed: int, number: int) -> int:
   return (seed + (mixed ^ mixed >> 16)) % 2**32
 
 
+# Of each setting: type, default, whether a value is valid, and the values expected.
+_SETTINGS: dict[str, tuple[type, Any, Callable[[Any], bool], str]] = {
+  "temperature": (np.float32, 0.0, lambda x: 0 <= x < np.inf, ">= 0, finite"),
+  "top_k": (np.int32, 0, lambda x: x >= 0, ">= 0 (0 keeps all)"),
+  "top_p": (np.float32, 1.0, lambda x: 0 < x <= 1, "in (0, 1]"),
+  "min_p": (np.float32, 0.0, lambda x: 0 <= x <= 1, "in [0, 1]"),
+  "repetition_penalty": (np.float32, 1.0, lambda x: 0 < x < np.inf, "> 0, finite"),
+  "seed": (np.uint32, 0, lambda x: 0 <= x < 2**32, "in 0..2**32 - 1"),
+  "max_length": (np.int32, None, lambda x: x >= 1, ">= 1"),
+  "speculative": (np.bool_, True, lambda x: x in (False, True), "0 or 1"),
+  "cache_salt": (np.uint64, 0, lambda x: 0 <= x < 2**64, "in 0..2**64 - 1"),
+}
+
+
 def make_settings(
-  rows: int,
-  *,
-  temperature: float = 0.0,
-  top_k: int = 0,
-  top_p: float = 1.0,
-  min_p: float = 0.0,
-  repetition_penalty: float = 1.0,
-  seed: int = 0,
-  max_length: int,
-  speculative: bool = True,
-  owner: int = 0,
+  rows: int, *, max_length: int, **values: Any
 ) -> base.SamplingSettings:
   """The same settings for every row, with checks; see `base.SamplingSettings`.
+
+  Args:
+    rows: B.
+    max_length: largest number of tokens of every row.
+    **values: the other fields, where they differ from greedy decoding without a salt.
 
   Raises:
     ValueError: a value outside its range.
   """
-  checks = {
-    "temperature": (temperature, 0 <= temperature < np.inf, ">= 0, finite"),
-    "top_k": (top_k, top_k >= 0, ">= 0 (0 keeps all)"),
-    "top_p": (top_p, 0 < top_p <= 1, "in (0, 1]"),
-    "min_p": (min_p, 0 <= min_p <= 1, "in [0, 1]"),
-    "repetition_penalty": (
-      repetition_penalty,
-      0 < repetition_penalty < np.inf,
-      "> 0, finite",
-    ),
-    "seed": (seed, 0 <= seed < 2**32, "in 0..2**32 - 1"),
-    "max_length": (max_length, max_length >= 1, ">= 1"),
-    "owner": (owner, 0 <= owner < 2**64, "in 0..2**64 - 1"),
-  }
-  for name, (value, valid, expected) in checks.items():
-    if not valid:
+  arrays: dict[str, Any] = {}
+  values["max_length"] = max_length
+  for name, (dtype, default, is_valid, expected) in _SETTINGS.items():
+    value = values.pop(name, default)
+    if not is_valid(value):
       raise base.InputError(
         f"SamplingSettings.{name}: received {value!r}, expected a number {expected}."
       )
-
-  def full(value: float, dtype: type) -> Any:
     # numpy, because settings are made for every request, and each eager jnp call would
     # cost a dispatch.
-    return np.full((rows,), value, dtype)
-
-  halves: Any = np.asarray(divmod(owner, 2**32), np.uint32)
-  return base.SamplingSettings(
-    temperature=full(temperature, np.float32),
-    top_k=full(top_k, np.int32),
-    top_p=full(top_p, np.float32),
-    min_p=full(min_p, np.float32),
-    repetition_penalty=full(repetition_penalty, np.float32),
-    seed=full(seed, np.uint32),
-    max_length=full(max_length, np.int32),
-    speculative=full(speculative, np.bool_),
-    owner=full(0, np.uint32)[:, None] + halves[None],
-  )
+    arrays[name] = np.full((rows,), value, dtype)
+  if values:
+    raise TypeError(f"make_settings: unknown settings {sorted(values)}")
+  halves = np.stack(np.divmod(arrays.pop("cache_salt"), np.uint64(2**32)), axis=1)
+  return base.SamplingSettings(**arrays, cache_salt=halves.astype(np.uint32))
 
 
 def is_penalized(settings: base.SamplingSettings) -> Bool[Array, ""]:
@@ -139,18 +126,20 @@ def penalized(
 def _penalized(logits, penalty, text, drafted):
   rows, count, size = logits.shape
   places = jnp.where(text < 0, size, text)  # "drop" ignores the place after the last
-  seen = jnp.zeros((rows, size), bool)
-  seen = seen.at[jnp.arange(rows)[:, None], places].set(True, mode="drop")[:, None]
+  is_repeated = jnp.zeros((rows, size), bool)
+  is_repeated = is_repeated.at[jnp.arange(rows)[:, None], places].set(
+    True, mode="drop"
+  )[:, None]
   token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
   position = jnp.arange(count)[None, :, None]
   for index in range(count - 1):
-    seen |= (position > index) & (token == drafted[:, index, None, None])
+    is_repeated |= (position > index) & (token == drafted[:, index, None, None])
   penalty = penalty[:, None, None]
   changed = jnp.where(logits > 0, logits / penalty, logits * penalty)
   # An extreme penalty must not make a finite logit infinite, which counts as broken.
   largest = jnp.finfo(jnp.float32).max
   changed = jnp.clip(changed, -largest, largest)
-  return jnp.where(seen & jnp.isfinite(logits), changed, logits)
+  return jnp.where(is_repeated & jnp.isfinite(logits), changed, logits)
 
 
 def processed_probs(
@@ -203,16 +192,16 @@ def _filter(
   """
   size, rank = logits.shape[-1], _ranks(logits)
   top_k, top_p = settings.top_k[:, None, None], settings.top_p[:, None, None]
-  kept = jnp.where(top_k > 0, jnp.minimum(top_k, size), size).astype(jnp.float32)
-  least = _least_rank(rank, jnp.ones_like(logits), kept)
+  is_in = jnp.where(top_k > 0, jnp.minimum(top_k, size), size).astype(jnp.float32)
+  least = _least_rank(rank, jnp.ones_like(logits), is_in)
   mass = jnp.where(rank >= least, jnp.exp(logits), 0.0)
-  wanted = top_p * jnp.sum(mass, axis=-1, keepdims=True)
+  mass_wanted = top_p * jnp.sum(mass, axis=-1, keepdims=True)
   # Sums are rounded, so a row without top-p skips the search: its distribution must not
   # depend on the filter of a batch mate.
-  least = jnp.where(top_p < 1, _least_rank(rank, mass, wanted), least)
+  least = jnp.where(top_p < 1, _least_rank(rank, mass, mass_wanted), least)
   # The largest logit is 0, so this is the probability relative to the largest one.
-  kept = (rank >= least) & (jnp.exp(logits) >= settings.min_p[:, None, None])
-  return jnp.where(kept | jnp.isnan(logits), logits, -jnp.inf)
+  is_in = (rank >= least) & (jnp.exp(logits) >= settings.min_p[:, None, None])
+  return jnp.where(is_in | jnp.isnan(logits), logits, -jnp.inf)
 
 
 def _ranks(values: Float[Array, "B n V"]) -> UInt32[Array, "B n V"]:
@@ -230,9 +219,9 @@ def _least_rank(
 
   # The rank is found bit by bit, from the highest.
   def with_bit(index, found):
-    tried = found | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
-    above = jnp.sum(jnp.where(rank >= tried, mass, 0.0), axis=-1, keepdims=True)
-    return jnp.where(above >= wanted, tried, found)
+    candidate = found | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
+    above = jnp.sum(jnp.where(rank >= candidate, mass, 0.0), axis=-1, keepdims=True)
+    return jnp.where(above >= wanted, candidate, found)
 
   return jax.lax.fori_loop(0, 32, with_bit, jnp.zeros_like(rank[..., :1]))
 
@@ -256,8 +245,10 @@ def arg_max(values: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     return jnp.argmax(values, axis=-1).astype(jnp.int32)
   blocks = values.reshape(*values.shape[:-1], size // _BLOCK, _BLOCK)
   block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1, keepdims=True)
-  found = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]
-  return (block[..., 0] * _BLOCK + jnp.argmax(found, axis=-1)).astype(jnp.int32)
+  values_of_block = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]
+  return (block[..., 0] * _BLOCK + jnp.argmax(values_of_block, axis=-1)).astype(
+    jnp.int32
+  )
 
 
 def _first_of_largest(values: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
@@ -325,8 +316,8 @@ def _at_share(
   about 1e-7. For a row without mass the result is any entry.
   """
   size = masses.shape[-1]
-  padded = jnp.pad(masses, ((0, 0), (0, -size % _BLOCK)))
-  columns = padded.reshape(len(masses), -1, _BLOCK)
+  entries = jnp.pad(masses, ((0, 0), (0, -size % _BLOCK)))
+  columns = entries.reshape(len(masses), -1, _BLOCK)
   sums = jnp.sum(columns, axis=1)
   at = share * jnp.sum(sums, axis=-1)
   column, before = _reached(sums, at)

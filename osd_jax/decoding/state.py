@@ -207,10 +207,10 @@ def empty_records(
   if record_top_k == 0:
     return None
   shape = (rows, positions)
-  kept = (*shape, min(record_top_k, vocab_size))
+  entries = (*shape, min(record_top_k, vocab_size))
   return base.Records(
-    log_probs=jnp.zeros(kept, jnp.float32),
-    ids=jnp.zeros(kept, base.id_dtype(vocab_size)),
+    log_probs=jnp.zeros(entries, jnp.float32),
+    ids=jnp.zeros(entries, base.id_dtype(vocab_size)),
     tail=jnp.zeros(shape, jnp.float32),
     error=jnp.zeros(shape, bool),
   )
@@ -249,18 +249,18 @@ def append(
   error = (offset == acceptance.accepted[:, None]) & proposed
   # Drafted tokens after a cut were judged by the rule, but could not be emitted.
   # Counting them would lower the acceptance of short answers.
-  counted = (offset[:, :-1] < count[:, None]) & proposal.is_proposed
-  passed = counted & (offset[:, :-1] < acceptance.accepted[:, None])
+  is_counted = (offset[:, :-1] < count[:, None]) & proposal.is_proposed
+  passed = is_counted & (offset[:, :-1] < acceptance.accepted[:, None])
   spare = MAX_DRAFT_TOKENS - num_draft_tokens
   by_cache = jnp.zeros((), bool) if proposal.by_cache is None else proposal.by_cache
   counters = Counters(
     rounds=state.counters.rounds + running,
-    drafted=state.counters.drafted + jnp.sum(counted, axis=1),
+    drafted=state.counters.drafted + jnp.sum(is_counted, axis=1),
     accepted=state.counters.accepted + jnp.sum(passed, axis=1),
     accepted_per_position=state.counters.accepted_per_position
     + jnp.pad(passed, ((0, 0), (0, spare))),
     drafted_by_cache=state.counters.drafted_by_cache
-    + jnp.sum(counted & by_cache, axis=1),
+    + jnp.sum(is_counted & by_cache, axis=1),
     accepted_by_cache=state.counters.accepted_by_cache
     + jnp.sum(passed & by_cache, axis=1),
   )

@@ -7,8 +7,8 @@
       age       1      0      3      2      0 is the newest
       new       yes    yes    no     no     rows added after the last update
 
-An update removes nothing: a row leaves only when a newer one takes its slot, or when
-`erase` overwrites it with zeros. All functions are pure and run inside jit.
+An update removes nothing: a row leaves only when a newer one takes its slot. All
+functions are pure and run inside jit.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Int, Key
 
 from osd_jax import base
 
@@ -41,7 +41,7 @@ class BufferConfig(base.Config):
   """
 
   capacity: base.Count = 1024
-  recency_half_life: base.Positive | None = None
+  recency_half_life: base.Positive | None = 800.0
   keep_target_states: bool = True
 
 
@@ -137,19 +137,6 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
   return ReplayBuffer(data=data, added=buffer.added + rank[-1])
 
 
-def erase(buffer: ReplayBuffer, is_kept: Bool[Array, " N"]) -> ReplayBuffer:
-  """Overwrites rows with zeros where not `is_kept`, so that `sample` never draws them.
-
-  Donate `buffer` when jitting.
-  """
-
-  def zeroed(ring):
-    shape = (-1, *(1,) * (ring.ndim - 1))
-    return jnp.where(is_kept.reshape(shape), ring, jnp.zeros((), ring.dtype))
-
-  return buffer.replace(data=jax.tree.map(zeroed, buffer.data))
-
-
 def sample(
   buffer: ReplayBuffer,
   key: Key[Array, ""],
@@ -177,14 +164,11 @@ def sample(
   newest = jnp.clip(buffer.added - since, 0, buffer.filled)
   half_life = config.recency_half_life
   fading = 0.0 if half_life is None else -np.log(2.0) / half_life
-  slots = (buffer.added - 1 - jnp.arange(buffer.capacity)) % buffer.capacity
-  is_kept = buffer.data.weight[slots] > 0  # by age
   ages = (
-    _draw(key_new, newest, is_kept, 0.0, num_new),
-    _draw(key_replay, buffer.filled, is_kept, fading, num_replay),
+    _draw(key_new, newest, buffer.capacity, 0.0, num_new),
+    _draw(key_replay, buffer.filled, buffer.capacity, fading, num_replay),
   )
-  # `_draw` returns ages past the end, or of erased rows, if it runs out of rows. Erased
-  # rows have weight 0.
+  # `_draw` returns ages past the end if it runs out of rows.
   present = jnp.concatenate([ages[0] < newest, ages[1] < buffer.filled])
   # Age 0 is the newest row, in slot (added - 1) mod N.
   slots = (buffer.added - 1 - jnp.concatenate(ages)) % buffer.capacity
@@ -209,8 +193,8 @@ def shortlist(model: base.Model, buffer: ReplayBuffer) -> np.ndarray | None:
   """
   if not model.shortlist:
     return None
-  chosen = likeliest_tokens(buffer, model.vocab_size, model.shortlist, model.eos_ids)
-  return np.asarray(chosen)
+  tokens = likeliest_tokens(buffer, model.vocab_size, model.shortlist, model.eos_ids)
+  return np.asarray(tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("vocab_size", "size", "eos_ids"))
@@ -231,44 +215,42 @@ def likeliest_tokens(
   """
   records, rows = buffer.data.records, buffer.data.weight
   # Unused slots have weight 0; their zeroed records would count token 0.
-  counted = buffer.data.mask & (rows[:, None] > 0)
+  is_counted = buffer.data.mask & (rows[:, None] > 0)
   ids = records.ids[..., :SHORTLIST_RANKS]
   log_probs = records.log_probs[..., :SHORTLIST_RANKS]
-  mass = jnp.where(counted[..., None], jnp.exp(log_probs), 0.0)
+  mass = jnp.where(is_counted[..., None], jnp.exp(log_probs), 0.0)
   expected = jnp.zeros(vocab_size).at[ids.astype(jnp.int32)].add(mass)
   expected = expected.at[np.asarray(eos_ids)].set(jnp.inf)
   # Of equal entries, top_k returns the one with the lower index first.
-  _, chosen = jax.lax.top_k(expected, size)
-  return jnp.sort(chosen).astype(jnp.int32)
+  _, tokens = jax.lax.top_k(expected, size)
+  return jnp.sort(tokens).astype(jnp.int32)
 
 
 def _draw(
   key: Key[Array, ""],
   size: Int[Array, ""],
-  is_kept: Bool[Array, " N"],
+  capacity: int,
   fading: float,
   count: int,
 ) -> Int[Array, " count"]:
-  """Draws distinct ages of kept rows below `size`, weighted by exp(fading * age).
+  """Draws distinct ages below `size`, weighted by exp(fading * age).
 
   Returns:
-    [count] int32; other ages once none of these is left.
+    [count] int32; ages >= `size` once all others are drawn.
   """
-  capacity = is_kept.shape[0]
   ages = jnp.arange(capacity)
   # The largest sums of log-weight and Gumbel noise are a sample without replacement, in
   # the order of successive draws (Gumbel-top-k, arXiv:1903.06059).
   scores = fading * ages + jax.random.gumbel(key, (capacity,))
-  is_drawn = (ages < size) & is_kept
-  return jax.lax.top_k(jnp.where(is_drawn, scores, -jnp.inf), count)[1]
+  return jax.lax.top_k(jnp.where(ages < size, scores, -jnp.inf), count)[1]
 
 
 def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Records:
   """Returns records in the buffer's dtypes; `make(shape, dtype)` makes each leaf."""
-  kept = (*leading, min(record_top_k, vocab_size))
+  shape = (*leading, min(record_top_k, vocab_size))
   return base.Records(
-    log_probs=make(kept, np.float32),
-    ids=make(kept, base.id_dtype(vocab_size)),
+    log_probs=make(shape, np.float32),
+    ids=make(shape, base.id_dtype(vocab_size)),
     tail=make(leading, np.float32),
     error=make(leading, np.bool_),
   )

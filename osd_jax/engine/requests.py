@@ -224,20 +224,12 @@ class SamplingConfig(base.Config):
     return dataclasses.replace(self, seed=(self.seed + index) % 2**32)
 
   def settings(
-    self, max_length: int, speculative: bool = True, owner: int = 0
+    self, max_length: int, speculative: bool = True, cache_salt: int = 0
   ) -> base.SamplingSettings:
     """Returns the same as arrays of one row."""
+    own = vars(self)
     return sampling.make_settings(
-      1,
-      temperature=self.temperature,
-      top_k=self.top_k,
-      top_p=self.top_p,
-      min_p=self.min_p,
-      repetition_penalty=self.repetition_penalty,
-      seed=self.seed,
-      max_length=max_length,
-      speculative=speculative,
-      owner=owner,
+      1, max_length=max_length, speculative=speculative, cache_salt=cache_salt, **own
     )
 
 
@@ -371,8 +363,8 @@ class Request:
       then. If it returns a number, the request ends after that many tokens.
     remember: the n-gram cache, if there is one, takes up the answer.
     speculative: False drafts nothing for it.
-    owner: it uses only the n-gram cache's entries of this owner, and its answer becomes
-      one of them; see `base.SamplingSettings`.
+    cache_salt: it uses only the n-gram cache's entries with this salt, and its answer
+      becomes one of them; see `base.SamplingSettings`.
   """
 
   tokens: np.ndarray
@@ -382,7 +374,7 @@ class Request:
   watch: Callable[[np.ndarray], int | None] | None = None
   remember: bool = True
   speculative: bool = True
-  owner: int = 0
+  cache_salt: int = 0
 
   def check(self, decoding: DecodingConfig, vocab_size: int) -> None:
     """Raises InputError if the request cannot be decoded with these shapes."""

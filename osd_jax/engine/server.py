@@ -17,12 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, metrics, pairs, sharding
-from osd_jax.distillation.buffer import BufferConfig
 from osd_jax.distillation.learner import Learner, LearningConfig, Outcome
-from osd_jax.distillation.losses import LossConfig
-from osd_jax.distillation.optimizers import OptimizerConfig
-from osd_jax.distillation.schedule import ScheduleConfig
-from osd_jax.distillation.update import UpdateConfig
 from osd_jax.engine import agreement
 from osd_jax.engine.engine import Engine
 from osd_jax.engine.requests import (
@@ -36,28 +31,10 @@ from osd_jax.engine.requests import (
 )
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), sharding.PartitionConfig()
+TUNED = LearningConfig()
 
 # One bucket, because the learner pads every prompt to the longest one.
 DECODING = DecodingConfig(num_draft_tokens=7)
-# As in `gin_configs/runs/demo.gin`.
-LEARNING = LearningConfig(
-  buffer=BufferConfig(recency_half_life=800.0),
-  update=UpdateConfig(
-    optimizer=OptimizerConfig(
-      learning_rate=8e-4, query_multiplier=0.18, warmup_steps=20
-    ),
-    loss=LossConfig(divergence="jsd", jsd_beta=0.1, num_positions=12, num_tokens=256),
-    steps_per_update=16,
-    num_new=4,
-    num_replay=12,
-    length_multiple=16,
-    ema_decay=0.9,
-  ),
-  schedule=ScheduleConfig(
-    update_interval=4,
-    much_to_gain=0.25,
-  ),
-)
 
 _END: Any = object()  # of an iterator; None means that no request is waiting now
 
@@ -132,7 +109,7 @@ class Server:
     self,
     pair: pairs.PairConfig | pairs.Pair | str = SHIPPED,
     decoding: DecodingConfig = DECODING,
-    learning: LearningConfig = LEARNING,
+    learning: LearningConfig = TUNED,
     partition: sharding.PartitionConfig = ONE_DEVICE,
     engine: Callable[..., Any] | None = None,
     *,
@@ -371,7 +348,6 @@ class Server:
     overlap: float | None = None,
     background: bool = False,
     rivals: Mapping[str, float] | None = None,
-    tag: Any = None,
   ) -> Outcome | None:
     """Passes an answer to the learner; swaps in a draft whose update has ended.
 
@@ -381,7 +357,6 @@ class Server:
       background: another thread serves meanwhile, and swaps the draft in at its next
         call.
       rivals: the result of `score_rivals`; None measures it.
-      tag: see `Learner.observe`.
 
     Returns:
       The update that has ended, if there was one. Its draft serves from now on, unless
@@ -397,7 +372,7 @@ class Server:
     mixed = None
     if self.engine.config.cache_tokens and done.drafted:
       mixed = done.accepted / done.drafted
-    outcome = self.learner.observe(done.batch, overlap, mixed, rivals, tag)
+    outcome = self.learner.observe(done.batch, overlap, mixed, rivals)
     return self._publish(outcome, background)
 
   def score_rivals(

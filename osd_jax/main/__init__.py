@@ -125,10 +125,10 @@ def _about_runs(arguments: argparse.Namespace) -> int:
   from osd_jax.report import page
 
   if arguments.command == "report":
-    written = page.redraw(paths[0])
+    page_path = page.redraw(paths[0])
   else:
-    written = page.compare(paths, arguments.output, rich.console.Console())
-  print(f"report: {written}", file=sys.stderr)
+    page_path = page.compare(paths, arguments.output, rich.console.Console())
+  print(f"report: {page_path}", file=sys.stderr)
   return 0
 
 
@@ -178,14 +178,14 @@ def _prepare_jax() -> None:
 
 def _join_others(arguments: argparse.Namespace) -> None:
   """Connects to the other processes of a run, if there are any."""
-  stated = (arguments.coordinator, arguments.num_processes, arguments.process_id)
-  if not arguments.multihost and stated == (None, None, None):
+  options = (arguments.coordinator, arguments.num_processes, arguments.process_id)
+  if not arguments.multihost and options == (None, None, None):
     return
-  if not arguments.multihost and None in stated:
+  if not arguments.multihost and None in options:
     raise settings.ConfigError(
       "--coordinator, --num_processes, --process_id: expected all three, or --multihost"
       " on a cluster from which JAX can detect them."
     )
   from osd_jax import sharding
 
-  sharding.join(*stated)
+  sharding.join(*options)

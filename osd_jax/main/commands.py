@@ -192,7 +192,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     # argparse would report these as mistakes of `osd`, without the command's name.
     options = {name: one._option_string_actions for name, one in subparsers.items()}
     option = unknown[0].partition("=")[0]
-    others = [name for name, known in options.items() if option in known]
+    others = [name for name, names in options.items() if option in names]
     end = settings.close(option, options[arguments.command])
     if others:
       end = f"; it is an option of osd {', '.join(others)}"
@@ -211,10 +211,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     **_SHAPE,
   )
   parser.add_argument("--version", action="version", version=osd_jax.__version__)
-  made = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+  commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
   for name, command in COMMANDS.items():
     words = "[PROMPT]..." if name == "generate" else "[--gin_file=FILE]..."
-    sub = made.add_parser(
+    sub = commands.add_parser(
       name,
       help=command.summary,
       description=f"{command.summary}\n\nexamples:\n  {command.example}",
@@ -232,9 +232,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     if name == "online":
       text = "N processes serve and this one learns"
       _add_options(sub, {"replicas": (int, "N", text)})
-  report = made.add_parser("report", help=OF_RUNS["report"], **_SHAPE)
+  report = commands.add_parser("report", help=OF_RUNS["report"], **_SHAPE)
   report.add_argument("run", metavar="RUN", help="a run directory")
-  compare = made.add_parser("compare", help=OF_RUNS["compare"], **_SHAPE)
+  compare = commands.add_parser("compare", help=OF_RUNS["compare"], **_SHAPE)
   compare.add_argument("runs", metavar="RUN", nargs="+", help="run directories")
   compare.add_argument(
     "--output",
@@ -242,7 +242,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     metavar="DIR",
     help="output folder (default: comparison)",
   )
-  return parser, made.choices
+  return parser, commands.choices
 
 
 # Options by name: type, name of the value and help. A type in a list makes an option
@@ -319,8 +319,8 @@ _MODELS = {
 
 def _add_options(parser: Any, options: Mapping[str, tuple[Any, str, str]]) -> None:
   """Adds options; those that are not given are None, False or []."""
-  for name, (kind, shown, text) in options.items():
-    values: dict[str, Any] = {"type": kind, "metavar": shown}
+  for name, (kind, metavar, text) in options.items():
+    values: dict[str, Any] = {"type": kind, "metavar": metavar}
     if kind is bool:
       values = {"action": "store_true"}
     elif isinstance(kind, tuple):

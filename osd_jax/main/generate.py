@@ -40,7 +40,7 @@ class GenerateConfig(base.Config):
 
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: DecodingConfig = server.DECODING
-  learning: LearningConfig = server.LEARNING
+  learning: LearningConfig = LearningConfig()
   partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
 
@@ -64,18 +64,20 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
       " --learn out."
     )
   # Known prompts are read first, so that a bad file is reported before any loading.
-  known = None if is_typed else list(_given(arguments))
+  given_prompts = None if is_typed else list(_given(arguments))
   console = rich.console.Console(stderr=True)
   with progress.status(console, "loading target and draft"):
     pair = pairs.load_pair(config.pair, sharding.make(config.partition))
-  decoding = _enough(config.decoding, pair, arguments, known)
+  decoding = _enough(config.decoding, pair, arguments, given_prompts)
   if config.pair.named("draft") == pairs.ATTACHED:
     decoding = server.with_cache(decoding)
   if arguments.learn:
     runs.check_output("--save", draft_path, needed_bytes=pair.draft_bytes)
   with server.Server(pair, decoding, config.learning, config.partition) as serving:
     serving.engine.report = functools.partial(print, file=sys.stderr, flush=True)
-    lines = known or (_from_terminal() if from_terminal else _from_standard_input())
+    lines = given_prompts or (
+      _from_terminal() if from_terminal else _from_standard_input()
+    )
     prompts = _Prompts(lines, pair.vocabulary, decoding, arguments.on_long, template)
     answer = _stream if arguments.stream or from_terminal else _answer
     try:
@@ -88,16 +90,18 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
 
 def _template(config: GenerateConfig, arguments: argparse.Namespace) -> Prompt:
   names = (*commands.SAMPLING, "log_probs")
-  given = {name: x for name in names if (x := getattr(arguments, name)) is not None}
+  overrides = {name: x for name in names if (x := getattr(arguments, name)) is not None}
   if arguments.own_sampling:
-    own = vars(generation_config.resolved(OwnSampling(), config.pair))
-    if doubled := [f"--{name}" for name in given if name in own and name != "seed"]:
+    shipped = vars(generation_config.resolved(OwnSampling(), config.pair))
+    if doubled := [
+      f"--{name}" for name in overrides if name in shipped and name != "seed"
+    ]:
       raise base.InputError(
         f"--own_sampling: received {', '.join(doubled)} too, which the model's"
         " generation_config.json decides; leave one of the two out."
       )
-    given = own | given
-  return Prompt("-", **given)
+    overrides = shipped | overrides
+  return Prompt("-", **overrides)
 
 
 def _check(arguments: argparse.Namespace, draft_path: str) -> None:
@@ -190,15 +194,15 @@ class _Prompts:
     count = len(self._vocabulary.encode_prompt(text))
     if count <= self._longest:
       return text
-    said = f"the prompt has {count} tokens, more than {self._longest}"
+    message = f"the prompt has {count} tokens, more than {self._longest}"
     if self._on_long == "error" or isinstance(text, chat.Conversation):
       raise base.InputError(
-        f"{said}; see --on_long, or set a longer DecodingConfig.source_lengths."
+        f"{message}; see --on_long, or set a longer DecodingConfig.source_lengths."
       )
-    done = "it is skipped"
+    action = "it is skipped"
     if self._on_long == "truncate":
-      text, done = _cut(text, self._vocabulary, self._longest), "it is truncated"
-    print(f"osd generate: {place}: {said}; {done}.", file=sys.stderr, flush=True)
+      text, action = _cut(text, self._vocabulary, self._longest), "it is truncated"
+    print(f"osd generate: {place}: {message}; {action}.", file=sys.stderr, flush=True)
     return text if self._on_long == "truncate" else None
 
 

@@ -72,15 +72,15 @@ def configs(config_class: type) -> dict[str, type]:
   """Returns a config class and all that its fields lead to, by name."""
   from osd_jax import base  # imports jax, which `osd --help` does without
 
-  found: dict[str, type] = {}
+  classes: dict[str, type] = {}
   # Breadth first, so that `--help_config` lists the command's own config first.
   waiting = [config_class]
   while waiting:
     current = waiting.pop(0)
-    if current.__name__ not in found:
-      found[current.__name__] = current
+    if current.__name__ not in classes:
+      classes[current.__name__] = current
       waiting += [c for hint in base.field_types(current).values() for c in _in(hint)]
-  return found
+  return classes
 
 
 def values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -236,9 +236,9 @@ class _Settings:
       module = importlib.import_module(statement.module)
     except ImportError as error:
       raise ConfigError(f"{place}: {str(error).splitlines()[0]}") from None
-    for name, made in vars(module).items():
-      if callable(made) and getattr(made, "__module__", "") == module.__name__:
-        self._makers[name] = made
+    for name, value in vars(module).items():
+      if callable(value) and getattr(value, "__module__", "") == module.__name__:
+        self._makers[name] = value
     self._imports.append(statement.format())
 
   # ---- Building
@@ -275,8 +275,8 @@ class _Settings:
       return maker(**arguments)
     except (ValueError, TypeError) as error:
       for line in str(error).splitlines():
-        named = re.match(rf"{name}\.(\w+)", line)
-        key = self._innermost(scope, name, named[1] if named else "")
+        match = re.match(rf"{name}\.(\w+)", line)
+        key = self._innermost(scope, name, match[1] if match else "")
         line = line if name in line else f"{name}: {line}"
         if "expected tuple[" in line:  # most often, a single entry without brackets
           line = f"{line[:-1]} (one entry is written [x])."
@@ -305,8 +305,8 @@ class _Settings:
       if macro in self._bound:
         self._macros.add(macro)
         return self._resolved(self._bound[macro].value, scope, macro)
-      known = [k.field for k in self._bound if k.name == _MACRO]
-      problem = f"{value} has no value{close(value.name, known)}"
+      names = [k.field for k in self._bound if k.name == _MACRO]
+      problem = f"{value} has no value{close(value.name, names)}"
     else:
       inner, _, name = value.name.rpartition("/")
       name = name.rpartition(".")[2]
@@ -335,12 +335,12 @@ class _Settings:
     """Returns where a value is stated; the place of the macro if it is one."""
     if key not in self._bound:
       return f" [scope {scope}]" if scope else ""
-    bound = self._bound[key]
-    if isinstance(bound.value, _Reference) and bound.value.sign == "%":
-      macro = _Key("", _MACRO, bound.value.name)
+    binding = self._bound[key]
+    if isinstance(binding.value, _Reference) and binding.value.sign == "%":
+      macro = _Key("", _MACRO, binding.value.name)
       if macro in self._bound:
         return self._placed(macro, scope)
-    return f" [{bound.place}]"
+    return f" [{binding.place}]"
 
   # ---- Unused settings, and the text of the used ones
 
@@ -348,24 +348,26 @@ class _Settings:
     """Whether the build made the class in the binding's scope or inside it."""
     if key.name == _MACRO:
       return key in self._macros
-    made = self._scopes.get(key.name, ())
-    return any(f"{name}/".startswith(f"{key.scope}/") or not key.scope for name in made)
+    scopes = self._scopes.get(key.name, ())
+    return any(
+      f"{name}/".startswith(f"{key.scope}/") or not key.scope for name in scopes
+    )
 
   def _unused(self) -> Iterator[str]:
     """Yields a line for each flag without effect and for the first in each file."""
     # One line per file: a file for another command would otherwise fill the screen.
-    seen: set[str] = set()
+    places: set[str] = set()
     for key, (_, place, library) in self._bound.items():
       is_flag = place.startswith("--")
       where = place if is_flag else place.rpartition(":")[0]
       # Files may state macros that only some of their readers use.
       is_spare = library or (key.name == _MACRO and not is_flag)
-      if is_spare or where in seen or self._is_used(key):
+      if is_spare or where in places or self._is_used(key):
         continue
-      seen.add(where)
+      places.add(where)
       if key.name == _MACRO:
-        known = [macro.field for macro in self._macros]
-        yield f"{place}: no setting uses %{key.field}{close(key.field, known)}"
+        names = [macro.field for macro in self._macros]
+        yield f"{place}: no setting uses %{key.field}{close(key.field, names)}"
         continue
       call = f"@{key.scope}/{key.name}()" if key.scope else f"@{key.name}()"
       line = f"{place}: {key} has no effect, since nothing is made by {call}"
@@ -379,9 +381,12 @@ class _Settings:
 
   def text(self, config: Any) -> str:
     """Returns the settings in use as gin text, with all fields as comments."""
-    used = [key for key in self._bound if self._is_used(key)]
-    used.sort(key=lambda key: (key.name != _MACRO, key.name, key.scope, key.field))
-    lines = [*self._imports, *(f"{key} = {self._bound[key].value!r}" for key in used)]
+    bindings = [key for key in self._bound if self._is_used(key)]
+    bindings.sort(key=lambda key: (key.name != _MACRO, key.name, key.scope, key.field))
+    lines = [
+      *self._imports,
+      *(f"{key} = {self._bound[key].value!r}" for key in bindings),
+    ]
     lines += ["", "# Every field, defaults included:"]
     lines += [f"#   {name} = {x!r}" for name, x in values(self._root, config)]
     return "\n".join(lines) + "\n"
@@ -406,7 +411,7 @@ def _in(hint: Any) -> list[type]:
   if isinstance(hint, type) and dataclasses.is_dataclass(hint):
     # Configs compare by value; loaded models, which Python may pass instead, do not.
     return [hint] if hint.__eq__ is not object.__eq__ else []
-  return [found for inner in typing.get_args(hint) for found in _in(inner)]
+  return [config for inner in typing.get_args(hint) for config in _in(inner)]
 
 
 def _text(path: Path) -> str:
@@ -420,12 +425,12 @@ def _text(path: Path) -> str:
     raise ConfigError(f"gin file {str(path)!r}: {error.strerror}.") from None
 
 
-def close(name: str, known: Iterable[str]) -> str:
+def close(name: str, candidates: Iterable[str]) -> str:
   """Returns the end of a sentence about an unknown name: what may have been meant."""
-  known = sorted(set(known))
-  if close := difflib.get_close_matches(name, known, 3, 0.5):
+  candidates = sorted(set(candidates))
+  if close := difflib.get_close_matches(name, candidates, 3, 0.5):
     return f"; did you mean {' or '.join(close)}?"
-  return f"; known: {', '.join(known)}." if known else "."
+  return f"; known: {', '.join(candidates)}." if candidates else "."
 
 
 def _statements(text: str, name: str) -> Iterator[Any]:
@@ -445,14 +450,14 @@ def _syntax(error: Exception, name: str, text: str) -> str:
   """Describes a syntax error in one line."""
   cause = str(error.args[0]).splitlines()[-1].strip()
   line = getattr(error, "lineno", None) or error.args[1][0]
-  shown = "".join(text.splitlines()[line - 1 : line]).strip()
+  excerpt = "".join(text.splitlines()[line - 1 : line]).strip()
   if word := re.search(r"Failed to parse token '(.*)'", cause):
     cause = f"text needs quotes: '\"{word[1]}\"'"
-    if shown.startswith(word[1]):  # the next setting was read as part of a value
+    if excerpt.startswith(word[1]):  # the next setting was read as part of a value
       cause = "a bracket above this line is not closed"
   elif cause == "Unable to parse value.":
     cause = "the value is missing or is not a Python literal"
   elif isinstance(error, tokenize.TokenError):  # it names the end of the file
     cause = f"a {'text' if 'string' in cause else 'bracket'} is never closed"
   place = name if name.startswith("--") else f"{name}:{line}"
-  return f"{place}: cannot read `{shown[:80]}`: {cause.rstrip('.')}."
+  return f"{place}: cannot read `{excerpt[:80]}`: {cause.rstrip('.')}."

@@ -59,8 +59,8 @@ def _processor() -> str:
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
   except OSError:
     return platform.processor()
-  told = [line for line in lines if line.startswith(("flags", "Features"))]
-  return told[0] if told else platform.processor()
+  info = [line for line in lines if line.startswith(("flags", "Features"))]
+  return info[0] if info else platform.processor()
 
 
 # XLA's blocked products are faster for more columns. But XLA widens bfloat16 kernels
@@ -226,13 +226,13 @@ def _loaded() -> bool:
       capsule = jax.ffi.pycapsule(getattr(library, symbol))
       jax.ffi.register_ffi_target(target, capsule, platform="cpu")
   except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-    said = getattr(error, "stderr", "") or ""
+    message = getattr(error, "stderr", "") or ""
     _log.warning(
       "step.cc could not be built with %s. Decoding on the CPU uses XLA only, which is"
       " slower. %s %s",
       compiler,
       error,
-      said[-500:],
+      message[-500:],
     )
     return False
   return True
@@ -252,21 +252,23 @@ def built(compiler: str, folder: pathlib.Path) -> pathlib.Path:
     parts = (f"-I{jax.ffi.include_dir()}", str(_FOLDER / "step.cc"))
     # Compiled in the same file system, so that the rename below is atomic.
     with tempfile.TemporaryDirectory(dir=folder) as private:
-      made = os.path.join(private, path.name)
+      temporary = os.path.join(private, path.name)
       subprocess.run(
-        (*command, *parts, "-o", made),
+        (*command, *parts, "-o", temporary),
         check=True,
         capture_output=True,
         text=True,
         timeout=_TIMEOUT,
       )
-      os.replace(made, path)  # replaces an equal file if another process was faster
+      os.replace(
+        temporary, path
+      )  # replaces an equal file if another process was faster
   return path
 
 
 def _compiler() -> str | None:
-  named = os.environ.get("CXX")
-  names = _COMPILERS if named is None else (named,)
+  name = os.environ.get("CXX")
+  names = _COMPILERS if name is None else (name,)
   return next(filter(None, map(shutil.which, names)), None)
 
 
@@ -275,5 +277,5 @@ def _key(command: tuple[str, ...]) -> str:
   parts = (*command, jax.__version__, platform.machine(), _processor())
   sources = sorted((*_FOLDER.glob("*.cc"), *_FOLDER.glob("*.h")))
   texts = (part.encode() for part in parts)
-  found = b"\0".join((*texts, *(source.read_bytes() for source in sources)))
-  return hashlib.sha256(found).hexdigest()[:16]
+  digest = b"\0".join((*texts, *(source.read_bytes() for source in sources)))
+  return hashlib.sha256(digest).hexdigest()[:16]

@@ -17,8 +17,7 @@ def test_committed_figures_match_the_committed_rows(name, theme):
 
 
 def test_pages_of_results_show_exactly_the_drawn_figures(repository):
-  asked = ("open_questions.md", "more_open_questions.md")
-  names = ("results.md", "real_model.md", *asked)
+  names = ("results.md", "real_model.md", "open_questions.md")
   pages = (repository / "docs" / name for name in names)
   page = "".join(path.read_text() for path in pages)
   shown = set(re.findall(r"figures/(\w+\.\w+)\.svg#only-(?:light|dark)", page))

@@ -18,7 +18,7 @@ VOCAB, K = 6, 3
 TARGET = testing.tabular_model(VOCAB)
 PARAMS = testing.random_table(VOCAB, 1, sharpness=1.5)
 OTHER = testing.random_table(VOCAB, 2, sharpness=1.5)
-DRAFTER = mixed.MixedDraft(TARGET, target=TARGET, size=1 << 12)
+DRAFTER = mixed.Mixture(TARGET, target=TARGET, size=1 << 12)
 SOURCE = jnp.full((1, 1), 3, jnp.int32)  # tabular models ignore it
 WIDTHS = (1, 3, 7, 16)
 CHEAP, FAIR, DEAR = (np.full(16, price, np.float32) for price in (1e-6, 0.3, 3.0))
@@ -101,7 +101,7 @@ def test_sampled_output_has_the_law_of_the_target(preferred, rule):
 def test_wrong_draft_distribution_fails_the_chi_square_test(rule):
   """Control: the cache proposes, but acceptance sees the learned draft's logits."""
 
-  class Lying(mixed.MixedDraft):
+  class Lying(mixed.Mixture):
     def propose(self, params, state, rows, num_draft_tokens, noise):
       proposal, after = super().propose(params, state, rows, num_draft_tokens, noise)
       honest, _ = drafters.ModelDrafter(TARGET).propose(
@@ -161,7 +161,7 @@ def test_sampled_output_has_the_law_of_the_target_whatever_the_lengths(
 def test_lengths_that_depend_on_the_drawn_token_fail_the_chi_square_test():
   """Control: a row takes its proposal back after it has seen the token."""
 
-  class Choosy(mixed.MixedDraft):
+  class Choosy(mixed.Mixture):
     def propose(self, *args, **named):
       proposal, state = super().propose(*args, **named)
       liked = jnp.cumprod(proposal.tokens < VOCAB // 2, axis=1).sum(axis=1)
@@ -218,7 +218,7 @@ def test_free_tokens_are_drafted_and_priceless_ones_are_not(k):
 
 def test_cache_alone_drafts_nothing_where_nothing_matches():
   model = ngrams.build(TARGET, 1 << 12)
-  alone = mixed.MixedDraft(model, target=TARGET, size=0)
+  alone = mixed.drafter(model, False, TARGET, 0)
   settings = harness.settings_of(1, max_length=40)
   memory = alone.memory()
   cold = decoded(
@@ -243,7 +243,7 @@ def test_token_of_the_cache_alone_that_is_not_worth_its_price_is_not_proposed(ki
   """The price of one token more, in tokens of all rows; each row's survives with .6."""
   drafter, served = DRAFTER.resting(), served_with(OTHER)
   if kind == "alone":
-    drafter = mixed.MixedDraft(ngrams.build(TARGET, 1 << 12), target=TARGET, size=0)
+    drafter = mixed.drafter(ngrams.build(TARGET, 1 << 12), False, TARGET, 0)
     served = drafter.with_memory(None, drafter.memory())
   served = served.replace(right=0.6 * served.scored)
   for rows, price, is_worth in ((1, 0.5, True), (1, 0.7, False), (4, 2.0, True)):

@@ -106,10 +106,10 @@ def test_answers_that_must_not_be_remembered_are_not_shared(server):
   assert calls(server, 2, remember=False) == [first] * 2
 
 
-def test_shared_answers_keep_their_owner(server):
-  (first,) = calls(server, 1, owner=7)
-  assert calls(server, 2, owner=8) == [first] * 2
-  assert max(calls(server, 2, owner=7)) < first
+def test_shared_answers_keep_their_salt(server):
+  (first,) = calls(server, 1, cache_salt=7)
+  assert calls(server, 2, cache_salt=8) == [first] * 2
+  assert max(calls(server, 2, cache_salt=7)) < first
 
 
 def test_replica_that_is_replaced_starts_with_an_empty_cache(server):

@@ -325,8 +325,8 @@ FAULTS = [
   ),
   Fault(
     "positions outside the mask are learnt",
-    "chosen = batch.mask & (batch.weight > 0)[:, None]",
-    "chosen = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
+    "is_read = batch.mask & (batch.weight > 0)[:, None]",
+    "is_read = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
     "tests/distillation/test_losses.py",
   ),
   Fault(

@@ -6,7 +6,7 @@ at request n + I. The order of the runs changes from seed to seed. Floor meterin
 comparisons and checkpoints are off, so that the runs differ only in learning.
 
 Time between tokens: every compiled call is one round (max_rounds=1), so tokens arrive
-in groups of one to K + 1. The wall time of each `OnlineLoop.step` is divided evenly
+in groups of one to K + 1. The wall time of each `Loop.step` is divided evenly
 among the tokens it emitted; p50 and p99 are taken over all tokens of all runs. A step
 includes the work before decoding (prefill of a new request) and after it (metering of a
 finished request, drawing the inputs of an update, waiting for an update that is due,
@@ -43,7 +43,7 @@ class Run:
 
   Attributes:
     seconds: wall time, including the wait for an update still running at the end.
-    steps: [n] seconds of each call of `OnlineLoop.step`.
+    steps: [n] seconds of each call of `Loop.step`.
     emitted: [n] tokens that each of these calls emitted.
     requests: rows of metrics.jsonl, one per request.
     updates: rows of metrics.jsonl, one per update.
@@ -110,8 +110,8 @@ def serve(config, requests: int | None = None) -> Run:
   with tempfile.TemporaryDirectory() as folder:
     directory = runs.RunDirectory.start(folder)
     config = dataclasses.replace(config, run_directory=folder)
-    loop = online.OnlineLoop(config, directory)
-    last = min(requests or len(loop.stream), len(loop.stream))
+    loop = online.begin(config, directory)
+    last = min(requests or len(loop.source.stream), len(loop.source.stream))
     steps, emitted, before = [], [], 0
     served = loop.server.statistics  # rows may be logged some steps later
     began = time.perf_counter()

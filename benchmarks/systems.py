@@ -82,7 +82,7 @@ class Learning:
       folder: run directory.
     """
     self._directory = runs.RunDirectory.start(folder)
-    self._loop = online.OnlineLoop(bare(config, pair, folder), self._directory)
+    self._loop = online.begin(bare(config, pair, folder), self._directory)
 
   def serve(self, start: int, stop: int) -> None:
     """Serves until `stop` requests have finished, then waits for running work."""

@@ -102,6 +102,12 @@ class OrderedCalls:
     else:
       self._calls.append(self._worker.submit(self._run, call, *arguments))
 
+  def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Runs a call on the thread, between two others; its result is the future's."""
+    if self._worker is None:
+      return _done(call())
+    return self._worker.submit(call)
+
   def ready(self) -> list[Any]:
     """Returns new results in order; waits if more than `max_pending` are missing.
 

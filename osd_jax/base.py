@@ -511,9 +511,9 @@ class SamplingSettings:
   max_length: jax.Array  # [B] int32; maximum number of emitted tokens
   # [B] bool; False: nothing is proposed for the row: plain decoding.
   speculative: jax.Array
-  # [B, 2] uint32; whose entries of the n-gram cache the row may use, and who owns those
-  # of its answer: the halves of a number of 64 bits, 0 without an owner.
-  owner: jax.Array
+  # [B, 2] uint32; the row only uses entries of the n-gram cache with this salt, and its
+  # answer gets it: the halves of a number of 64 bits, 0 without a salt.
+  cache_salt: jax.Array
 
 
 @flax.struct.dataclass

@@ -126,10 +126,14 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Certificate:
   total = Certificate()
   for row in rows:
     if "certificate" in row:
-      found = dict(row["certificate"])
-      failures = tuple(Difference(**failure) for failure in found.pop("failures"))
-      total += Certificate(**found, failures=failures)
+      total += from_json(row["certificate"])
   return total
+
+
+def from_json(fields: Mapping[str, Any]) -> Certificate:
+  """Restores a certificate that `dataclasses.asdict` turned into a JSON object."""
+  failures = tuple(Difference(**failure) for failure in fields["failures"])
+  return Certificate(**{**fields, "failures": failures})
 
 
 def finish(verdict: Certificate, directory: runs.RunDirectory) -> bool:

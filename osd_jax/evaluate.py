@@ -26,6 +26,7 @@ from osd_jax.engine.requests import (
   SamplingConfig,
 )
 from osd_jax.engine.server import Server
+from osd_jax.loop import rows as rows_lib
 from osd_jax.report import page, progress
 
 _CHECKED = 16  # prompts decoded greedily for the certificate when requests are sampled
@@ -154,16 +155,16 @@ def _evaluate(
     page.note_data(bench.prompts, log, console)
     with progress.status(console, "decoding with the target"):
       answers = bench.answers()
-    log.write_rows("quality", bench.quality(answers))
+    log.write_all(rows_lib.Quality, bench.quality(answers))
     with progress.status(console, "decoding with each draft"):
       by_draft, checks = bench.drafts(answers)
-    log.write_rows("draft", by_draft)
-    log.write_rows("change", differences(by_draft))
+    log.write_all(rows_lib.Draft, by_draft)
+    log.write_all(rows_lib.Change, differences(by_draft))
     for label, check in zip(bench.labels, checks, strict=True):
-      log.write("certificate", {"draft": label, **check.row()})
+      log.write(rows_lib.Certified(draft=label, **check.row()))
     if config.speed_requests:
       with progress.status(console, "timing"):
-        log.write_rows("speed", bench.speeds())
+        log.write_all(rows_lib.Speed, bench.speeds())
   return sum(checks, certificate.Certificate()), ""
 
 
@@ -473,7 +474,7 @@ def _certify(
       # The same in every row, or meaningless while the draft is swapped.
       for unlogged in ("check", "tokens_per_target_call"):
         row.pop(unlogged)
-      log.write("certificate", row)
+      log.write(rows_lib.Certified(**row))
   return total, ""
 
 

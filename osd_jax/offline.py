@@ -15,6 +15,7 @@ from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.distillation import update as updates
 from osd_jax.engine import agreement, generation_config
 from osd_jax.engine.requests import DecodingConfig, Finished
+from osd_jax.loop import rows as rows_lib
 from osd_jax.report import page, progress
 
 LOG_EVERY = 20  # steps between log rows
@@ -284,7 +285,7 @@ class OfflineLoop:
     self._losses.clear()
     skipped = int(self.learner.skipped)
     row = {"step": self.steps_taken, "loss": self.loss, "skipped": skipped}
-    self._log.write("step", row)
+    self._log.write(rows_lib.Step(**row))
 
   def _evaluate(self) -> None:
     agreed = agreement.mean_agreement(
@@ -292,7 +293,7 @@ class OfflineLoop:
     )
     labels = [task.label for task in self.config.evaluation.tasks]
     tasks = {labels[task_id]: row for task_id, row in agreed.items()}
-    self._log.write("evaluation", {"step": self.steps_taken, "tasks": tasks})
+    self._log.write(rows_lib.Evaluation(step=self.steps_taken, tasks=tasks))
     overlaps = [row["distribution_overlap"] for row in tasks.values()]
     self.overlap = float(np.mean(overlaps))
 

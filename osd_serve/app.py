@@ -56,7 +56,6 @@ def make(service: Service, token: str = "") -> Starlette:
     ("/admin/draft", "GET", routes.draft),
     ("/admin/draft", "PUT", routes.load_draft),
     ("/admin/cache", "DELETE", routes.clear_cache),
-    ("/admin/tenants/{name}", "DELETE", routes.forget_tenant),
     ("/tokenize", "POST", routes.tokenize),
     ("/detokenize", "POST", routes.detokenize),
   ]
@@ -171,11 +170,6 @@ class _Routes:
 
   async def clear_cache(self, _: Request) -> Response:
     await self._service.clear_cache()
-    return Response(status_code=204)
-
-  async def forget_tenant(self, request: Request) -> Response:
-    name = protocol.read_tenant(request.path_params["name"])
-    await self._service.forget_tenant(name)
     return Response(status_code=204)
 
   async def version(self, _: Request) -> Response:

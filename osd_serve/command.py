@@ -13,8 +13,8 @@ from typing import Any
 
 import rich.console
 
-from osd_jax import background, base, runs, sharding
-from osd_jax.report import progress
+from osd_jax import background, base, certificate, runs, sharding
+from osd_jax.report import page, progress
 from osd_serve.service import ServeConfig, Service
 
 __all__ = ["ServeConfig", "run"]
@@ -23,7 +23,7 @@ TOKEN = "OSD_API_KEY"  # an environment variable, because `ps` shows command lin
 # Settings that may change when a server continues with a run directory.
 _FREE = (
   *("learn", "model_name", "host", "port", "max_waiting", "shutdown_seconds"),
-  *("checkpoint_every", "sampling", "share_cache", "record_seconds", "stream_tokens"),
+  *("checkpoint_every", "compare_every", "sampling"),
 )
 
 
@@ -52,7 +52,7 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
       )
     directory = None
     if config.run_directory:
-      directory = stack.enter_context(_opened(config, operative_config)).path
+      directory = stack.enter_context(_opened(config, operative_config))
     with progress.status(console, "loading and compiling"):
       service = Service(config, directory)
     try:
@@ -63,7 +63,18 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
       asyncio.run(_listen(app.make(service, token), service, listening))
     finally:
       service.close()
+    if directory is not None:
+      _report(directory, console)
   return runs.RunResult(Path(config.run_directory))
+
+
+def _report(directory: runs.RunDirectory, console: rich.console.Console) -> None:
+  """Prints where the draft is, and writes the report."""
+  draft = directory.path / "draft.safetensors"
+  if draft.exists():
+    print(f"adapted draft: {draft}", file=sys.stderr, flush=True)
+  verdict = certificate.of_rows(runs.read(directory.metrics_path))
+  page.conclude(directory, console, verdict.sentence() if verdict.outputs else "")
 
 
 def _listening(config: ServeConfig) -> socket.socket:
@@ -122,7 +133,7 @@ async def _listen(application: Any, service: Service, listening: socket.socket) 
     server.should_exit = True
 
   def note(number: int) -> None:
-    if ending:  # the second signal; answered requests are in the journal
+    if ending:  # the second signal; answered requests are in outputs.jsonl
       os._exit(128 + number)
     print("osd serve: shutting down", file=sys.stderr, flush=True)
     ending.append(asyncio.create_task(end()))

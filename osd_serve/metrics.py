@@ -174,21 +174,21 @@ class Metrics:
     """Counts a compiled call that read and emitted so many tokens."""
     self._made["vllm:iteration_tokens_total"].observe(tokens)
 
-  def learned(
-    self, overlap: float, floor: float | None, update_seconds: float | None
-  ) -> None:
-    """Counts an answer that was learnt from; see `Learning` for the arguments."""
+  def row(self, kind: str, row: Mapping[str, Any]) -> None:
+    """Counts a row of the loop: an answer that was measured, or an update."""
+    floor, is_update = row.get("floor_overlap"), kind == "update"
+    seconds = row["update_ms"] / 1e3 if is_update else 0.0
     with self._lock:
-      self._overlaps.append(overlap)
       has_shifted = floor is not None and self._shifts.add(floor)
-      self._floors.append(floor)
+      if "overlap" in row:
+        self._overlaps.append(row["overlap"])
+        self._floors.append(floor)
       self.totals["traffic_shifts"] += has_shifted
-      self.totals["updates"] += update_seconds is not None
-      self.totals["update_seconds"] += update_seconds or 0
+      self.totals["updates"] += is_update
+      self.totals["update_seconds"] += seconds
     self._add("osd:traffic_shifts", has_shifted)
-    if update_seconds is not None:
-      self._add("osd:updates", 1)
-      self._add("osd:update_seconds", update_seconds)
+    self._add("osd:updates", is_update)
+    self._add("osd:update_seconds", seconds)
 
   def refused(self, status: int) -> None:
     """Counts a request that was not answered."""

@@ -2,8 +2,8 @@
 
 Every parameter of a request is either used, refused by name, or has a value without
 effect. The shapes follow OpenAI's reference; extensions (`top_k`, `min_p`,
-`repetition_penalty`) have vLLM's names, `learn` and `speculative` are those of
-`engine.requests.Prompt`, and `tenant` is explained in `tenants.py`.
+`repetition_penalty`, `cache_salt`) have vLLM's names, `learn` and `speculative` are
+those of `engine.requests.Prompt`.
 """
 
 import dataclasses
@@ -98,7 +98,8 @@ class Ask:
   echo: bool = False  # answers begin with their prompt
   # Number of alternatives per token; None for no log-probabilities.
   top_logprobs: int | None = None
-  tenant: str = ""  # whose request it is; "" for none
+  # Its answers use only entries of the n-gram cache with the same text.
+  cache_salt: str = ""
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def read_ask(
     include_usage=_include_usage(given),
     echo=given.get("echo", False),
     top_logprobs=_top_logprobs(given, is_chat, record_top_k),
-    tenant=given.get("tenant", ""),
+    cache_salt=given.get("cache_salt", ""),
   )
   if ask.top_logprobs is not None and (ask.stream or ask.echo):
     other = "stream" if ask.stream else "echo"
@@ -195,14 +196,6 @@ def _is_stop(value: Any) -> bool:
   )
 
 
-TENANT = "[A-Za-z0-9._:@+-]{1,64}"
-
-
-def _is_tenant(value: Any) -> bool:
-  return isinstance(value, str) and bool(re.fullmatch(TENANT, value))
-
-
-_LETTERS = "of the characters A-Z a-z 0-9 . _ : @ + -"
 _FLAG = (lambda x: isinstance(x, bool), "true or false")
 _COUNT = _integer(1, math.inf, "an integer >= 1")
 # Parameters that are used: a check and what it expects.
@@ -221,7 +214,7 @@ _COMMON: dict[str, tuple[Callable[[Any], bool], str]] = {
   "stream_options": (lambda x: isinstance(x, dict), "an object"),
   "learn": _FLAG,
   "speculative": _FLAG,
-  "tenant": (_is_tenant, f"1 to 64 {_LETTERS}"),
+  "cache_salt": (lambda x: isinstance(x, str) and bool(x), "a non-empty text"),
 }
 _COMPLETION = _COMMON | {
   "prompt": (lambda x: isinstance(x, str | list), "a text, token ids, or a list"),
@@ -253,6 +246,9 @@ def _supported(fields: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
         said = f"not supported; leave it out, or give {expected}"
         raise _wrong(name, said, "unsupported_parameter")
     else:
+      if name == "tenant":
+        said = "tenant: no such parameter; cache_salt keeps the n-gram cache apart"
+        raise Refusal(400, f"{said}.", name, "unknown_parameter")
       close = difflib.get_close_matches(name, known, 1)
       hint = f"; did you mean {close[0]}?" if close else "; leave it out."
       said = f"{name[:80]}: no such parameter{hint}"
@@ -345,13 +341,6 @@ def read_messages(messages: Sequence[Any]) -> str:
   if len(read) == 1 and read[0]["role"] == "user":
     return _text(read[0]["content"], "messages")
   return chat.Conversation(read)
-
-
-def read_tenant(name: str) -> str:
-  """Checks the tenant in a path; Refusal if no request can have it."""
-  if not _is_tenant(name):
-    raise _wrong("tenant", f"received {_shown(name)}, expected 1 to 64 {_LETTERS}")
-  return name
 
 
 def read_tokens(fields: Mapping[str, Any]) -> list[int]:

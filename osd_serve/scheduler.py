@@ -1,4 +1,4 @@
-"""A bounded queue of requests, and the one thread that drives `Server.serve`.
+"""A bounded queue of requests: the source of the loop, which one thread drives.
 
     asyncio  --submit-->  waiting  --serving thread-->  rows in flight
     asyncio  <--events--  pieces of text and finished answers, after every compiled call
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from osd_jax import base
+from osd_jax.data import streams
 from osd_jax.engine.requests import Finished, Prompt, Request, TextSoFar
 from osd_jax.engine.server import Server
-from osd_serve.tenants import Tenant
 
 
 class QueueFullError(Exception):
@@ -55,7 +55,6 @@ class Job:
   Attributes:
     index: its number in the request.
     prompt: its settings.
-    tenant: whose request it is.
     request: what the engine decodes.
     text: its text so far.
     is_cancelled: nobody waits for it any more.
@@ -72,10 +71,10 @@ class Job:
     prompt: Prompt,
     decode: Callable[[Any], str],
     is_streamed: bool,
-    tenant: Tenant,
+    cache_salt: int,
   ):
     """Makes the request of one answer; see `Scheduler.submit`."""
-    self.index, self.prompt, self.tenant = index, prompt, tenant
+    self.index, self.prompt = index, prompt
     self.text = TextSoFar(decode, prompt.stop)
     self.is_cancelled, self.emitted = False, 0
     self.plain_steps: Counter[int] = Counter()
@@ -89,32 +88,13 @@ class Job:
       watch=self._watch,
       remember=prompt.learn,
       speculative=prompt.speculative,
-      owner=tenant.owner,
+      cache_salt=cache_salt,
     )
     self._reads_text = is_streamed or bool(prompt.stop)
-    # The text of whole groups of tokens, see `grouped_pieces`.
-    self._grouped, self._given = TextSoFar(decode, prompt.stop), 0
-    self._tokens = np.zeros(0, np.int32)
-
-  def grouped_pieces(self, size: int, done: Finished | None) -> list[str]:
-    """Returns the new pieces of text, each of `size` tokens; the last may be shorter.
-
-    How many tokens a call accepts then decides when pieces are sent, but not what is in
-    each of them.
-    """
-    tokens = self._tokens if done is None else done.tokens
-    pieces = []
-    while self._given + size <= len(tokens):
-      self._given += size
-      self._grouped.watch(tokens[: self._given])
-      pieces.append(self._grouped.next_piece())
-    if done is not None:
-      pieces.append(self._grouped.finish(done.tokens)[1])
-    return pieces
 
   def _watch(self, tokens: np.ndarray) -> int | None:
     """Ends the row of a cancelled job, or at a stop string; see `Request.watch`."""
-    self.first_token, self._tokens = self.first_token or time.perf_counter(), tokens
+    self.first_token = self.first_token or time.perf_counter()
     self.emitted = len(tokens)
     if self.is_cancelled:
       return len(tokens)
@@ -199,29 +179,29 @@ class Scheduler:
     max_waiting: int,
     on_finished: Callable[[Job, Finished], object],
     on_call: Callable[[int], object] = lambda tokens: None,
-    stream_tokens: int = 0,
   ):
-    """Starts nothing yet; only the serving thread uses the server from now on.
+    """Starts nothing yet; only the serving thread uses the server after `start`.
 
     `max_waiting` jobs may wait while all rows are taken. On the serving thread,
     `on_finished` is called with every finished answer that was not cancelled, before
     its client receives it; and `on_call` after every compiled call with the tokens that
-    it emitted, and those of the prompts that were prefilled before it. Each piece of a
-    stream has `stream_tokens` tokens; 0 sends those of a call.
+    it emitted, and those of the prompts that were prefilled before it.
     """
     self._server, self._max_waiting = server, max_waiting
     self._on_finished, self._on_call = on_finished, on_call
-    self._stream_tokens = stream_tokens
     self._waiting: deque[tuple[Call, Job]] = deque()
     self._running: dict[Job, Call] = {}
     self._changed = threading.Condition()
     self._functions: list[tuple[Callable[[], Any], concurrent.futures.Future]] = []
     self._is_draining = self._is_stopped = self._is_ended = False
     self._failure: BaseException | None = None
-    self._thread = threading.Thread(target=self._serve, name="serving", daemon=True)
+    self._thread: threading.Thread | None = None
 
-  def start(self) -> None:
-    """Starts the serving thread."""
+  def start(self, step: Callable[[], Any]) -> None:
+    """Starts the serving thread, which calls `Loop.step` until it returns None."""
+    self._thread = threading.Thread(
+      target=self._serve, args=[step], name="serving", daemon=True
+    )
     self._thread.start()
 
   @property
@@ -237,9 +217,11 @@ class Scheduler:
     prompt: Prompt,
     n: int,
     is_streamed: bool,
-    tenant: Tenant,
+    cache_salt: int = 0,
   ) -> Call:
     """Queues n answers to each prompt, or none at all; answer i draws with seed + i.
+
+    They use only entries of the n-gram cache with the same salt.
 
     Raises:
       InputError: the engine cannot decode a prompt, or there are more answers than
@@ -249,7 +231,7 @@ class Scheduler:
     """
     decode = self._server.pair.vocabulary.decode
     copies = [tokens for tokens in prompts for _ in range(n)]
-    shared = prompt, decode, is_streamed, tenant
+    shared = prompt, decode, is_streamed, cache_salt
     jobs = [Job(index, tokens, *shared) for index, tokens in enumerate(copies)]
     for job in jobs[::n]:
       self._server.engine.check(job.request)
@@ -297,12 +279,6 @@ class Scheduler:
       self._changed.notify()
     return future
 
-  def holds(self, tenant: Tenant) -> bool:
-    """Whether a request of a tenant is waiting or running."""
-    with self._changed:
-      jobs = [*self._running, *(job for _, job in self._waiting)]
-    return any(job.tenant == tenant for job in jobs)
-
   def drain(self) -> None:
     """Takes no more requests; those that were taken are answered."""
     with self._changed:
@@ -315,21 +291,22 @@ class Scheduler:
       for job in self._running:
         job.is_cancelled = True
       self._changed.notify()
-    if self._thread.is_alive():
+    if self._thread is not None:
       self._thread.join(timeout)
 
-  def _serve(self) -> None:
+  def _serve(self, step: Callable[[], Any]) -> None:
     failure: BaseException = DrainingError("the server has stopped")
     try:
-      for finished in self._server.serve(self._requests()):
-        self._publish(finished)
+      while step() is not None:
         self._run_functions()
     except BaseException as error:
       self._failure = failure = error
       logging.getLogger(__name__).exception("the serving thread has failed")
     self._fail_all(failure)
 
-  def _requests(self) -> Iterator[Request | None]:
+  # --- The source of the loop, on the serving thread ----------------------------------
+
+  def requests(self) -> Iterator[Request | None]:
     """Yields the requests of waiting jobs, and None whenever there is none.
 
     Waits only while no row is taken.
@@ -360,21 +337,48 @@ class Scheduler:
       except Exception as error:
         future.set_exception(error)
 
-  def _publish(self, finished: Sequence[Finished]) -> None:
+  def query(self, answer: Finished) -> streams.Query:
+    """Returns the query of an answer, whose place is the number of its request."""
+    tokens, number = answer.request.tokens, answer.number
+    prompt = self._server.pair.vocabulary.decode(tokens)
+    return streams.Query(number, "", 0, prompt, "", tokens, str(number))
+
+  def is_taught(self, answer: Finished) -> bool:
+    """Whether a client waits for the answer and lets the draft learn from it."""
+    job = answer.request.tag
+    return job.prompt.learn and not job.is_cancelled
+
+  def state(self) -> dict[str, Any]:
+    """Returns nothing: requests that were not answered are lost with the process."""
+    return {}
+
+  def restore(self, state: dict[str, Any]) -> Callable[[Any], Request]:
+    """Continues with an empty queue."""
+    del state
+    return lambda tag: tag.request
+
+  def draft_name(self, finished: int) -> str:
+    """Returns "": the draft is saved at the end."""
+    del finished
+    return ""
+
+  def publish(self, answers: Sequence[Finished]) -> None:
+    """Sends new pieces of text and finished answers to their clients."""
     news: list[tuple[Call, Event]] = []
-    results = {done.request.tag: done for done in finished}
+    results = {answer.request.tag: answer for answer in answers}
     self._count(results)
     for job, call in list(self._running.items()):
       done = results.get(job)
       if job.is_cancelled:
         continue
-      *pieces, piece = self._pieces(job, call, done)
       if done is not None:
+        piece = job.text.finish(done.tokens)[1]
         self._on_finished(job, done)
-      news += [(call, Event(job, one)) for one in pieces if one]
+      else:
+        piece = job.text.next_piece() if call.is_streamed else ""
       if piece or done is not None:
         news.append((call, Event(job, piece, done)))
-    with self._changed:  # last, because a tenant's deletion waits for what is running
+    with self._changed:
       for job in results:
         self._running.pop(job, None)
     _post(news)
@@ -393,14 +397,6 @@ class Scheduler:
       job.plain_steps[len(new)] += count / len(new)
     if new:
       self._on_call(tokens)
-
-  def _pieces(self, job: Job, call: Call, done: Finished | None) -> list[str]:
-    """Returns the new pieces of a job's text, at least one, which may be empty."""
-    if call.is_streamed and self._stream_tokens:
-      return job.grouped_pieces(self._stream_tokens, done) or [""]
-    if done is not None:
-      return [job.text.finish(done.tokens)[1]]
-    return [job.text.next_piece()] if call.is_streamed else [""]
 
   def _fail_all(self, failure: BaseException) -> None:
     """Tells every client that there will be no answer."""

@@ -7,14 +7,13 @@ routes, and send requests that are generated from it.
 import importlib.metadata
 from typing import Any
 
-from osd_serve.protocol import IGNORED, MAX_CHOICES, MAX_STOPS, NEUTRAL, TENANT
+from osd_serve.protocol import IGNORED, MAX_CHOICES, MAX_STOPS, NEUTRAL
 
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
-TENANT_NAME: Schema = {"type": "string", "pattern": f"^{TENANT}$"}
 JSON, EVENTS = "application/json", "text/event-stream"
 
 
@@ -54,7 +53,6 @@ def make(model: str, target_length: int, record_top_k: int, token: bool) -> Sche
           "Empties the n-gram cache.", {"204": _empty("It is empty.")}, _ADMIN
         )
       },
-      "/admin/tenants/{name}": _admin_tenant(),
     },
     "components": {"schemas": {"Error": _error()}},
   }
@@ -148,12 +146,6 @@ def _admin_draft() -> Schema:
   }
 
 
-def _admin_tenant() -> Schema:
-  place = {"name": "name", "in": "path", "required": True, "schema": TENANT_NAME}
-  removed = _operation("Removes a tenant's records.", {"204": _empty("Done.")}, _ADMIN)
-  return {"delete": {**removed, "parameters": [place]}}
-
-
 # --- Requests -------------------------------------------------------------------------
 
 
@@ -176,7 +168,7 @@ def _common(model: str, target_length: int) -> Schema:
     ),
     "learn": flag,
     "speculative": flag,
-    "tenant": TENANT_NAME,
+    "cache_salt": {"type": "string", "minLength": 1},
   }
 
 

@@ -1,25 +1,22 @@
-"""What `osd serve` runs: the server, its queue, its learning thread and its metrics."""
+"""What `osd serve` runs: the server, its queue, the loop and the metrics."""
 
 import asyncio
-import contextlib
 import dataclasses
-import functools
+import hashlib
+import logging
 import math
-import sys
+import secrets
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 
-from osd_jax import background, base, pairs, sharding
+from osd_jax import background, base, pairs, runs, sharding
 from osd_jax.costs.table import RoundCosts
 from osd_jax.data import chat
-from osd_jax.distillation.learner import LearningConfig, Outcome
+from osd_jax.distillation.learner import LearningConfig
 from osd_jax.engine import agreement, generation_config, measurement, server
 from osd_jax.engine.requests import (
   DecodingConfig,
@@ -28,23 +25,22 @@ from osd_jax.engine.requests import (
   Request,
   SamplingConfig,
 )
+from osd_jax.loop.loop import Loop, Settings
 from osd_serve import protocol
-from osd_serve.learning import Learning
 from osd_serve.metrics import Metrics, finish_reason
 from osd_serve.scheduler import (
   Call,
-  EngineFailedError,
   Event,
   Job,
   Scheduler,
   first_line,
 )
-from osd_serve.tenants import Tenants
 
 # Several rows, and updates that serving never waits for.
 DECODING = dataclasses.replace(server.DECODING, rows=4)
 LEARNING = LearningConfig(free_updates=True)
 PLAIN_SECONDS = 1.0  # for measuring plain steps at the start, without compiling
+FLOOR_EVERY = 4  # one of so many answers is measured with the first draft, too
 CALL_MS = 8.0  # a call that takes this long has no further rounds
 
 
@@ -67,20 +63,16 @@ class ServeConfig(base.Config):
       None: as many as there are rows, so that none waits much longer than an answer
       takes.
     shutdown_seconds: after SIGTERM, requests in flight have this long to finish.
-    run_directory: keeps the draft, checkpoints, and the token ids of answers until the
-      draft has learnt from them; the same command continues. "" keeps nothing.
+    run_directory: folder for logs, checkpoints, the draft, and all answers with their
+      token ids; the same command continues. "" keeps nothing.
     checkpoint_every: answers between checkpoints.
     overwrite: remove the run in this folder and start over.
+    compare_every: n; also serve one of n answers, chosen at random, with plain decoding
+      and with the first draft, while all clients wait. The verdict on learning is
+      measured on these. 0 compares none.
     keep_answers: False writes weights and the optimizer's state to the run directory,
-      but no token of a request. A server that is killed loses what it has learnt since
+      but no token of a request. A server that is killed loses what it has learned since
       the last checkpoint, and a restarted one begins with an empty replay buffer.
-    record_seconds: records older than this are removed from the buffer, the journal and
-      the checkpoints, and the n-gram cache is emptied so often; 0 keeps them. Up to a
-      tenth of this time passes until it happens.
-    stream_tokens: tokens of each piece of a streamed answer, so that the size of a
-      packet does not tell how many were accepted; 0 sends what a call has accepted.
-    share_cache: tenants use each other's entries of the n-gram cache. Answers are then
-      faster where another tenant has had the same text, which tells that it had it.
   """
 
   pair: pairs.PairConfig | pairs.Pair = pairs.PairConfig()
@@ -97,10 +89,8 @@ class ServeConfig(base.Config):
   run_directory: str = ""
   checkpoint_every: base.Count = 100
   overwrite: bool = False
+  compare_every: base.CountOrZero = 0
   keep_answers: bool = True
-  record_seconds: base.NonNegative = 0.0
-  stream_tokens: base.CountOrZero = 0
-  share_cache: bool = False
 
   def checks(self):
     learns = self.learns
@@ -112,6 +102,11 @@ class ServeConfig(base.Config):
       "decoding": (
         not learns or self.decoding.record_top_k >= 1,
         "record_top_k >= 1: the draft learns from the records",
+      ),
+      "compare_every": (
+        not self.compare_every or (learns and self.keep_answers),
+        "0 without learning or with keep_answers = False: an answer that differs from"
+        " plain decoding's is logged with its tokens",
       ),
     }
 
@@ -132,19 +127,15 @@ class Service:
   Attributes:
     config: its settings.
     scheduler: the queue and the serving thread.
+    loop: measures, learns from and logs the answers.
     metrics: counters and histograms.
-    tenants: whose requests there are.
   """
 
-  def __init__(
-    self,
-    config: ServeConfig,
-    directory: Path | None = None,
-    clock: Callable[[], float] = time.time,
-  ):
-    """Loads the pair, restores what was learnt, and compiles every call."""
-    self.config, self._directory, self._clock = config, directory, clock
-    self.tenants = Tenants(config.share_cache)
+  def __init__(self, config: ServeConfig, directory: runs.RunDirectory | None = None):
+    """Loads the pair, restores what was learned, and compiles every call."""
+    self.config, started = config, time.perf_counter()
+    # Drawn at every start, so that nobody can choose two texts with the same salt.
+    self._salt_key = secrets.token_bytes(32)
     self.sampling = generation_config.resolved(config.sampling, config.pair)
     self.server = server.Server(
       config.pair, config.decoding, config.learning, config.partition
@@ -154,31 +145,25 @@ class Service:
     vocabulary = self.server.pair.vocabulary
     # /v1/completions continues the text as it is; only a chat has a template.
     self._untemplated = dataclasses.replace(vocabulary, template=None)
-    self.learning: Learning | None = None
     self._plain: dict[int, tuple[RoundCosts, RoundCosts]] = {}
+    self.scheduler = Scheduler(
+      self.server, config.places, self._finished, self.metrics.called
+    )
+    self.loop = self._make_loop(directory)
+    self.loop.log.on_row = self.metrics.row
+    loaded = time.perf_counter()
     self._warm_up()
     background.return_memory()  # compiling needs more than serving
-    if config.learns:
-      self.learning = Learning(
-        self.server,
-        directory,
-        config.checkpoint_every,
-        self._learned,
-        config.record_seconds,
-        config.keep_answers,
-        clock,
-      )
-    self.scheduler = Scheduler(
-      self.server,
-      config.places,
-      self._finished,
-      self.metrics.called,
-      config.stream_tokens,
+    compiled = time.perf_counter()
+    self.loop.restore()
+    self.loop.start(
+      {
+        "loading_ms": (loaded - started) * 1e3,
+        "compiling_ms": (compiled - loaded) * 1e3,
+        "measuring_ms": 0.0,
+      }
     )
-    self.scheduler.start()
-    self._is_closed, self._cache_began = threading.Event(), clock()
-    if config.record_seconds:
-      threading.Thread(target=self._expire_often, daemon=True).start()
+    self.scheduler.start(self.loop.step)
 
   def encode(self, text: str | tuple[int, ...], is_chat: bool) -> np.ndarray:
     """Returns the token ids of a prompt or conversation, [n] int32."""
@@ -191,8 +176,8 @@ class Service:
   def submit(self, ask: protocol.Ask) -> Call:
     """Queues the answers that a request asks for; raises as `Scheduler.submit`."""
     prompts = [self.encode(one, ask.is_chat) for one in ask.inputs]
-    tenant = self.tenants.of(ask.tenant)
-    return self.scheduler.submit(prompts, ask.prompt, ask.n, ask.stream, tenant)
+    salt = self._salt(ask.cache_salt)
+    return self.scheduler.submit(prompts, ask.prompt, ask.n, ask.stream, salt)
 
   async def choice(self, ask: protocol.Ask, event: Event) -> protocol.Choice:
     """Returns the finished answer of an event."""
@@ -219,23 +204,18 @@ class Service:
         path = self.server.save(Path(folder) / "draft.safetensors", "osd serve")
         return path.read_bytes()
 
-    if self.learning is None:
-      return await asyncio.to_thread(write)
-    return await asyncio.wrap_future(self.learning.submit(write))
+    return await asyncio.wrap_future(self.loop.submit(write))
 
   async def load_draft(self, path: Path) -> int:
     """Serves the draft in a file; returns its version.
 
-    A draft that learns goes on from it, after the answers that wait to be learnt from.
+    A draft that learns goes on from it, after the answers that wait for the learner.
 
     Raises:
       InputError: the file holds no such draft.
     """
-    server, learning = self.server, self.learning
-    params = await asyncio.to_thread(server.pair.load_draft, path)
-    if learning is None:
-      return await asyncio.to_thread(server.serve_draft, params)
-    return await asyncio.wrap_future(learning.submit(lambda: learning.load(params)))
+    params = await asyncio.to_thread(self.server.pair.load_draft, path)
+    return await asyncio.wrap_future(self.loop.submit(lambda: self.loop.load(params)))
 
   async def clear_cache(self) -> None:
     """Empties the n-gram cache; rows in flight add their answers later.
@@ -248,55 +228,17 @@ class Service:
         "the n-gram cache: this server has none, expected one with"
         " DecodingConfig.cache_tokens; nothing is to be emptied."
       )
-    emptied = self.scheduler.between_calls(self.server.engine.clear_memory)
-    await asyncio.wrap_future(emptied)
 
-  async def forget_tenant(self, name: str) -> None:
-    """Removes a tenant's records and cache entries; see `Learning.forget`.
+    def clear() -> None:
+      self.server.engine.clear_memory()
+      self.loop.copy_memory()
 
-    Its requests in flight are answered first; nothing is kept of them.
-
-    Raises:
-      InputError: the records cannot be removed; the error says why.
-    """
-    if self.learning is None and self._directory is not None:
-      if self.config.keep_answers and (self._directory / "checkpoints").exists():
-        raise base.InputError(
-          f"tenant {name}: this server does not learn, but its run directory holds"
-          " records; start it with ServeConfig.learn = True, then delete the tenant."
-        )
-    former = self.tenants.forget(name)
-    while self.scheduler.holds(former):
-      await asyncio.sleep(0.02)
-    if self.config.share_cache:  # nothing says whose entries these are
-      clear = self.server.engine.clear_memory
-      await asyncio.wrap_future(self.scheduler.between_calls(clear))
-    if (learning := self.learning) is not None:
-      drops = lambda tag: tag["tenant"] == name
-      await asyncio.wrap_future(learning.submit(lambda: learning.forget(drops)))
-
-  def expire(self) -> None:
-    """Removes what is older than `record_seconds`, and waits for it.
-
-    The entries of the cache have no times, so all leave it when the oldest may be too
-    old.
-    """
-    if self._clock() - self._cache_began > self.config.record_seconds:
-      self.scheduler.between_calls(self.server.engine.clear_memory).result()
-      self._cache_began = self._clock()
-    if self.learning is not None:
-      self.learning.submit(self.learning.expire).result()
-
-  def _expire_often(self) -> None:
-    pause = min(max(self.config.record_seconds / 10, 1), 3600)
-    # While the server stops, calls are cancelled or refused.
-    with contextlib.suppress(RuntimeError, CancelledError, EngineFailedError):
-      while not self._is_closed.wait(pause):
-        self.expire()
+    await asyncio.wrap_future(self.scheduler.between_calls(clear))
+    await asyncio.wrap_future(self.loop.submit(self.loop.forget_memory))
 
   def live(self) -> dict[str, Any]:
     """Returns what the live page shows."""
-    load, learning = self.scheduler.load, self.learning
+    load, loop = self.scheduler.load, self.loop
     return {
       **self.metrics.snapshot(),
       "model": self.config.model_name,
@@ -307,39 +249,54 @@ class Service:
       "failure": "" if load.failure is None else first_line(load.failure),
       "seconds": time.monotonic(),
       "draft_version": self.server.engine.draft_version,
-      "learning": learning is not None,
-      "learned": learning.finished if learning else 0,
-      "records_waiting": learning.waiting if learning else 0,
-      "learning_failure": learning.failure if learning else "",
+      "learning": self.config.learns,
+      "learned": self.loop.learned,
+      "records_waiting": loop.waiting,
+      "learning_failure": loop.failure,
       "num_draft_tokens": self.config.decoding.num_draft_tokens,
     }
 
   def exposition(self) -> bytes:
     """Returns all metrics in Prometheus' text format."""
-    learning = self.learning
     gauges = {
       "osd:draft_version": self.server.engine.draft_version,
-      "osd:records_waiting": learning.waiting if learning else 0,
-      "osd:records_dropped": learning.dropped if learning else 0,
-      "osd:learning_failed": learning is not None and bool(learning.failure),
+      "osd:records_waiting": self.loop.waiting,
+      "osd:records_dropped": self.loop.dropped,
+      "osd:learning_failed": bool(self.loop.failure),
     }
     return self.metrics.text(self.scheduler.load, gauges)
 
   def close(self) -> None:
     """Stops serving, learns from what is left, and saves the draft."""
-    self._is_closed.set()
     self.scheduler.stop()
-    if self.learning is not None:
-      is_complete = self.learning.close(self.config.shutdown_seconds)
-      if self._directory is not None and is_complete:
-        path = self.server.save(self._directory / "draft.safetensors", "osd serve")
-        print(f"adapted draft: {path}", file=sys.stderr, flush=True)
-    self.server.close()
+    self.loop.close(self.loop.seconds, self.config.shutdown_seconds)
     self.metrics.close()
+
+  def _make_loop(self, directory: runs.RunDirectory | None) -> Loop:
+    config = self.config
+    if config.learns and not self.server.learner.runner.in_background:
+      raise base.InputError(
+        "ServeConfig.learn: received True with a mesh of several devices, expected one"
+        " device: updates run next to serving. Set learn = False or use one device."
+      )
+    settings = Settings(
+      config.learning,
+      config.partition,
+      learns=config.learns,
+      floor_every=FLOOR_EVERY,
+      compare_every=config.compare_every,
+      checkpoint_every=config.checkpoint_every,
+      keep_outputs="ids" if config.keep_answers else "numbers",
+      in_background=True,
+      is_live=True,
+    )
+    announce = logging.getLogger(__name__).warning
+    return Loop(self.server, self.scheduler, directory, settings, announce)
 
   def _warm_up(self) -> None:
     """Compiles every call, so that no request waits for it."""
     self.server.warm_up(self.config.learns)
+    self.loop.meter.warm_up()
     # A row that is stopped, and log-probabilities, have programs of their own.
     prompt = self.encode("-", is_chat=False)
     request = Request(prompt, watch=lambda tokens: 1, remember=False)
@@ -353,6 +310,13 @@ class Service:
       step_ms = min(greedy.round_ms[0] for greedy, _ in self._plain.values())
       rounds = math.ceil(CALL_MS / step_ms)
       engine.watched_rounds = min(rounds, engine.watched_rounds)
+
+  def _salt(self, text: str) -> int:
+    """Returns the salt of cache entries, 64 bits, for a request's `cache_salt`."""
+    if not text:
+      return 0
+    digest = hashlib.blake2b(text.encode(), key=self._salt_key, digest_size=8)
+    return int.from_bytes(digest.digest(), "big")
 
   def _sources(self) -> list[str]:
     """What names drafted tokens in this pair."""
@@ -379,15 +343,6 @@ class Service:
     return protocol.log_probs(ask, done, np.asarray(chosen)[0], pair.vocabulary.decode)
 
   def _finished(self, job: Job, done: Finished) -> None:
-    """Counts an answer and lets the draft learn from it; on the serving thread."""
+    """Counts an answer; on the serving thread."""
     plain = self._plain_seconds(job, done.prefill_ms)
     self.metrics.count(job, done, time.perf_counter(), plain)
-    is_dropped = functools.partial(self.tenants.is_forgotten, job.tenant)
-    if self.learning is not None and job.prompt.learn and not is_dropped():
-      self.learning.add(done, job.tenant.name, is_dropped)
-
-  def _learned(
-    self, overlap: float, floor: float | None, outcome: Outcome | None
-  ) -> None:
-    seconds = None if outcome is None else outcome.update_ms / 1e3
-    self.metrics.learned(overlap, floor, seconds)

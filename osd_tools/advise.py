@@ -23,9 +23,11 @@ from osd_jax.distillation.update import UpdateConfig
 from osd_jax.engine import measurement
 from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, SamplingConfig
 from osd_jax.engine.server import DECODING, Server
+from osd_jax.loop import rows as rows_lib
 from osd_jax.report import progress
 from osd_jax.sharding import PartitionConfig
 from osd_tools import replay
+from osd_tools import rows as tool_rows
 
 CACHE_TOKENS = replay.CACHE_TOKENS
 # Systems.
@@ -119,11 +121,11 @@ def advise(
     row["is_bound"] = AT_MOST in row["system"]
   with runs.MetricsLog(directory.metrics_path) as log:
     log.truncate(0)
-    log.write_rows("advice", rows)
+    log.write_all(tool_rows.Advice, rows)
     later = by_its_end(courses[FROZEN], courses[LEARNED], drafted)
     notes = [*settings_for(rows), later, own_share(answers), left_out]
-    log.write_rows("advice_note", [{"said": text} for text in notes if text])
-    log.write_rows("replayed", _by_answer(courses))
+    log.write_all(rows_lib.Note, [{"text": text} for text in notes if text])
+    log.write_all(rows_lib.Replayed, _by_answer(courses))
   return rows
 
 
@@ -301,6 +303,6 @@ def _by_answer(courses: dict[str, replay.Course]) -> list[dict[str, Any]]:
   names = (CACHE, FROZEN, LEARNED)
   shares = {name: [one[0].mean() for one in courses[name].right] for name in names}
   return [
-    {"answer": index, **dict(zip(names, map(float, values), strict=True))}
+    {"answer": index, "shares": dict(zip(names, map(float, values), strict=True))}
     for index, values in enumerate(zip(*shares.values(), strict=True))
   ]

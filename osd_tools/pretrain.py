@@ -17,6 +17,7 @@ from osd_jax import assets, base, certificate, pairs, runs, session, sharding
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation import optimizers, update
+from osd_jax.loop import rows as rows_lib
 from osd_jax.models import families, weights
 from osd_jax.report import progress
 from osd_tools import batches as training_batches
@@ -241,7 +242,8 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
     for sentence in corpus.sentences:
       console.print(sentence, highlight=False)
   if log.rows == 0:
-    log.write("data", {name: corpus.report for name, corpus in corpora.items()})
+    reports = {name: corpus.report for name, corpus in corpora.items()}
+    log.write(rows_lib.Data(tasks=reports))
   partitioner = sharding.make(config.partition)
   # A skipped step has used its batch too, so it counts.
   start = int(state.step + state.skipped)
@@ -266,11 +268,11 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
             f"pretrain: the loss of step {step} is {mean}; lower"
             " OptimizerConfig.learning_rate (the last checkpoint is kept)."
           )
-        log.write("step", {"step": step, "loss": mean, "skipped": int(state.skipped)})
+        log.write(rows_lib.Step(step=step, loss=mean, skipped=int(state.skipped)))
         bar.update(task, completed=step, figures=f"loss {mean:.4f}")
       if step % config.evaluate_every == 0 or step == config.steps:
         tasks = evaluate(config, model, held_out, state.params)
-        log.write("evaluation", {"step": step, "tasks": tasks})
+        log.write(rows_lib.Evaluation(step=step, tasks=tasks))
         bar.console.print(_sentence(step, tasks))
       if step % config.checkpoint_every == 0 or step == config.steps:
         saved.save(step, state, {})

@@ -598,8 +598,8 @@ FAULTS = [
   # Decoder-only models.
   Fault(
     "a prompt's last token is attended to twice",
-    "  return mask & (left > 1)",
-    "  return mask & (left > 0)",
+    "  return mask & (count > 1)",
+    "  return mask & (count > 0)",
     LLAMA,
   ),
   Fault(
@@ -652,8 +652,8 @@ FAULTS = [
   ),
   Fault(
     "the window of a step is measured from the beginning of the answer",
-    "prompt_bias = biases(config, seen, at, in_prompt)",
-    "prompt_bias = biases(config, seen, slot, in_prompt)",
+    "prompt_bias = biases(config, visible, at, in_prompt)",
+    "prompt_bias = biases(config, visible, slot, in_prompt)",
     LLAMA,
   ),
   Fault(
@@ -676,7 +676,7 @@ FAULTS = [
   ),
   Fault(
     "a long decoder-only prompt loses its end",
-    "    return np.concatenate([prompt[:kept], prompt[kept - length :]])",
+    "    return np.concatenate([prompt[:count], prompt[count - length :]])",
     "    return prompt[:length]",
     TOKENIZERS,
   ),
@@ -749,9 +749,9 @@ FAULTS = [
   ),
   Fault(
     "compared requests have a fixed place in their block",
-    "    return place == chosen",
-    "    return place == 0 * chosen",
-    "tests/test_metering.py",
+    "    return place == choice",
+    "    return place == 0 * choice",
+    "tests/loop/test_meter.py",
   ),
   Fault(
     "an n-gram with the same hash is a candidate",
@@ -811,43 +811,25 @@ FAULTS = [
     "replicas keep their answers to themselves",
     "        replica.unseen.extend(texts)\n",
     "        pass\n",
-    "tests/engine/test_replica_cache.py -k shared",
+    "tests/tools/test_replica_cache.py -k shared",
   ),
   Fault(
     "entries of the n-gram cache are only hidden by their hash",
     "is_kept & is_own &",
     "is_kept &",
-    f"{NGRAMS} -k owner",
+    f"{NGRAMS} -k salt",
   ),
   Fault(
-    "owners share the places of an n-gram",
-    "for part in (owner[..., 0], owner[..., 1], *tokens):",
+    "salts share the places of an n-gram",
+    "for part in (salt[..., 0], salt[..., 1], *tokens):",
     "for part in tokens:",
-    f"{NGRAMS} -k owner",
+    f"{NGRAMS} -k salt",
   ),
   Fault(
-    "a deleted tenant still finds its entries of the cache",
-    'text = f"{generation} {name}".encode()',
-    "text = name.encode()",
-    f"{SERVING}deletion.py -k cache_entries",
-  ),
-  Fault(
-    "answers of a deleted tenant that wait are learnt from",
-    'if is_dropped() or self._is_old(tag["time"]):',
-    'if self._is_old(tag["time"]):',
-    f"{SERVING}deletion.py -k wait",
-  ),
-  Fault(
-    "a deletion leaves the newest checkpoint as it is",
-    "    if step in self.steps() and step:\n",
-    "    if not step:\n",
-    f"{CHECKPOINTS} -k rewritten",
-  ),
-  Fault(
-    "erased rows take part in the draw",
-    "is_drawn = (ages < size) & is_kept",
-    "is_drawn = ages < size",
-    f"{BUFFER} -k erased",
+    "cache_salt is not given to the engine",
+    "salt = self._salt(ask.cache_salt)",
+    'salt = self._salt("")',
+    f"{SERVING}privacy.py -k other_salt",
   ),
   Fault(
     "checkpoints without answers hold an update's rows",
@@ -876,8 +858,8 @@ FAULTS = [
   ),
   Fault(
     "a request that must not draft is forgotten",
-    "request.sampling.settings(limit, request.speculative, request.owner)",
-    "request.sampling.settings(limit, True, request.owner)",
+    "request.sampling.settings(limit, request.speculative, request.cache_salt)",
+    "request.sampling.settings(limit, True, request.cache_salt)",
     f"{DRAFTING} -k must_not",
   ),
   Fault(
@@ -955,15 +937,22 @@ FAULTS = [
     f"{SERVING}stress.py -k full_queue",
   ),
   Fault(
-    "answers with learn = false are written to the journal",
-    "if self.learning is not None and job.prompt.learn and not is_dropped():",
-    "if self.learning is not None and not is_dropped():",
+    "answers with learn = false are written to the disk and learned",
+    "return job.prompt.learn and not job.is_cancelled",
+    "return not job.is_cancelled",
     f"{SERVING}learning.py -k leave_no_trace",
   ),
   Fault(
-    "a restarted server forgets the journal",
-    "in journal.read(learner.finished):",
-    "in ():",
+    "the client has its answer before the disk",
+    "    entries = [self._entry(answer) for answer in answers or ()]\n    every",
+    "    self.source.publish(answers or ())\n"
+    "    entries = [self._entry(answer) for answer in answers or ()]\n    every",
+    f"{SERVING}learning.py -k before_its_client",
+  ),
+  Fault(
+    "a restarted server forgets the answers after its checkpoint",
+    "self._process_again(runs.read(self.log.outputs.path))",
+    "self._process_again(iter(()))",
     f"{SERVING}learning.py -k killed",
   ),
   Fault(

@@ -9,7 +9,8 @@ import tiny_online
 
 from osd_jax import base, pairs, runs
 from osd_jax.distillation.learner import Learner, LearningConfig
-from osd_jax.engine import engine, replicas
+from osd_jax.engine import engine, requests
+from osd_tools import replicas
 
 ADAPTIVE = engine.AdaptiveConfig(candidates=(0, 1))
 DECODING = engine.DecodingConfig(
@@ -70,7 +71,7 @@ def test_replicas_are_refused(lively_pair, loaded, two):
   config = tiny_online.config(lively_pair, "nowhere")
   with pytest.raises(base.InputError, match=r"ReplicaConfig\.count.*expected 0"):
     replicas.Replicas(
-      replicas.ReplicaConfig(1), DECODING, lively_pair, loaded, config.partition
+      requests.ReplicaConfig(1), DECODING, lively_pair, loaded, config.partition
     )
 
 

@@ -41,8 +41,8 @@ def test_adaptive_k_with_split_weights_matches_one_device(alone, lively_pair, tm
   """With these costs it drafts at first and decodes plainly later."""
   chosen = engine.AdaptiveConfig(candidates=(0, 2), costs=(RoundCosts((1.0, 4.0)),))
   found, updates = run(lively_pair, tmp_path / "run", (1, 4), adaptive=chosen)
-  (row,) = runs.of_kind(list(runs.read(tmp_path / "run/metrics.jsonl")), "mesh")
-  assert "its 2 heads" in row["said"]  # which cannot be split over four devices
+  (row,) = runs.of_kind(list(runs.read(tmp_path / "run/metrics.jsonl")), "event")
+  assert "its 2 heads" in row["text"]  # which cannot be split over four devices
   assert "its 2 heads" in (tmp_path / "run/report.html").read_text()
   assert found == alone[0]
   np.testing.assert_allclose(updates[0], alone[1][0], atol=1e-4)

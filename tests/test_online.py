@@ -17,11 +17,12 @@ import pytest
 import tiny_online
 from compilations import Compilations
 
-from osd_jax import background, base, metering, online, runs
-from osd_jax.costs import account as account_lib
+from osd_jax import background, base, online, runs
 from osd_jax.distillation import gate, update
 from osd_jax.distillation import learner as learner_lib
 from osd_jax.engine import engine
+from osd_jax.loop import account as account_lib
+from osd_jax.loop import meter
 from osd_jax.models import weights
 
 
@@ -43,15 +44,15 @@ class Ran:
 def run(config):
   """Runs a config; collects outputs and counts compilations before measurements."""
   outputs, compiled = {}, []
-  real = metering.Meter.row
+  real = meter.Meter.row
 
-  def measure(meter, done, query, *arguments):
+  def measure(self, done, query, *arguments):
     outputs[query.index] = done.tokens.tolist()
     compiled.append(watched.count)
-    return real(meter, done, query, *arguments)
+    return real(self, done, query, *arguments)
 
   with Compilations() as watched, pytest.MonkeyPatch.context() as patch:
-    patch.setattr(metering.Meter, "row", measure)
+    patch.setattr(meter.Meter, "row", measure)
     path = online.run(config).path
   compiled.append(watched.count)
   rows = list(runs.read(path / "metrics.jsonl"))
@@ -123,6 +124,7 @@ def test_metrics_reference_lists_exactly_the_logged_fields(learned, repository):
     assert always <= row.keys() - {"kind"} <= fields.keys()
   found = set().union(*learned.requests) - {"kind"}
   # This run learns, compares, and measures the floor draft, so all other fields occur.
+  found |= {"ahead_since"}  # which is missing until learning is ahead
   assert found == {name for name, when in fields.items() if when.strip() != "gate"}
   for row in learned.updates:
     assert row.keys() - {"kind"} == documented(repository, "update").keys()
@@ -226,19 +228,19 @@ def test_free_updates_process_answers_in_the_background(learned, make):
 
 @TWO_CORES
 def test_interrupted_background_run_continues(learned, pair, tmp_path, monkeypatch):
-  real, release = metering.Meter.row, threading.Event()
+  real, release = meter.Meter.row, threading.Event()
 
-  def slow(meter, done, query, index, *others):
+  def slow(self, done, query, index, *others):
     if index == 7:  # still being processed when the run is interrupted
       release.wait()
-    return real(meter, done, query, index, *others)
+    return real(self, done, query, index, *others)
 
   config = tiny_online.config(
     pair, tmp_path / "run", free_updates=True, compare_every=0
   )
   with runs.RunDirectory.start(config.run_directory, config) as directory:
-    loop = online.OnlineLoop(config, directory)
-    monkeypatch.setattr(metering.Meter, "row", slow)
+    loop = online.begin(config, directory)
+    monkeypatch.setattr(meter.Meter, "row", slow)
     while loop._answered < 8:
       loop.step()
     while loop.finished < 7:
@@ -259,12 +261,12 @@ def test_interrupted_background_run_continues(learned, pair, tmp_path, monkeypat
 
 @TWO_CORES
 def test_error_in_the_background_ends_the_run(make, monkeypatch):
-  real = metering.Meter._agreement
+  real = meter.Meter._agreement
 
-  def spoilt(meter, done, server):
-    return real(meter, done, server) | {"overlap": float("nan")}
+  def spoilt(self, *arguments):
+    return real(self, *arguments) | {"overlap": float("nan")}
 
-  monkeypatch.setattr(metering.Meter, "_agreement", spoilt)
+  monkeypatch.setattr(meter.Meter, "_agreement", spoilt)
   with pytest.raises(base.InputError, match="scores that are not finite"):
     make(free_updates=True, compare_every=0)
 
@@ -340,9 +342,7 @@ def test_start_of_a_run_says_what_it_does(pair, tmp_path):
   said = []
   shows = lambda text: (said.append(text), contextlib.nullcontext())[1]
   directory = runs.RunDirectory.start(tmp_path / "run")
-  loop = online.OnlineLoop(
-    tiny_online.config(pair, directory.path), directory, shows=shows
-  )
+  loop = online.begin(tiny_online.config(pair, directory.path), directory, shows=shows)
   loop.close(0.0)
   first = [text.split()[0] for text in said]
   assert first == ["loading", "compiling", "compiling", "filling"]
@@ -350,7 +350,7 @@ def test_start_of_a_run_says_what_it_does(pair, tmp_path):
 
 def test_served_draft_is_the_average(pair, tmp_path):
   directory = runs.RunDirectory.start(tmp_path / "run")
-  loop = online.OnlineLoop(tiny_online.config(pair, directory.path), directory)
+  loop = online.begin(tiny_online.config(pair, directory.path), directory)
   while not loop.server.engine.draft_version:
     loop.step()
   state = loop.server.learner.state()[0]["learner"]
@@ -366,7 +366,7 @@ def test_continued_run_serves_the_saved_draft_and_shortlist(
   spoil_draw(monkeypatch, 3)  # the second update
   directory = runs.RunDirectory.start(tmp_path / "run")
   config = tiny_online.config(pair, directory.path, checkpoint_every=1)
-  loop = online.OnlineLoop(config, directory)
+  loop = online.begin(config, directory)
   while not loop.server.learner.state()[0]["learner"].skipped:
     loop.step()
   loop.wait()
@@ -375,7 +375,7 @@ def test_continued_run_serves_the_saved_draft_and_shortlist(
   assert not same_bits(serving, loop.server.learner.state()[0]["learner"].served)
   assert not np.array_equal(shortlist, np.arange(len(shortlist)))
   loop.close(0.0)
-  again = online.OnlineLoop(config, directory)
+  again = online.begin(config, directory)
   assert again.finished == count and same_bits(again.server.draft_params, serving)
   assert same_bits(again.server.engine.served.draft, served)
   np.testing.assert_array_equal(again.server.engine.shortlist, shortlist)
@@ -402,7 +402,7 @@ def files(folder):
 
 
 def test_finished_run_is_left_unchanged(pair, learned, monkeypatch):
-  monkeypatch.setattr(online, "OnlineLoop", None)  # building a loop would fail
+  monkeypatch.setattr(online, "begin", None)  # building a loop would fail
   config = tiny_online.config(pair, learned.path)
   before = files(learned.path)
   assert online.run(config).path == learned.path

@@ -16,9 +16,10 @@ import tiny_online
 import tiny_pair
 
 from experiments.poisoned_learning import run as poisons
-from osd_jax import metering, metrics, online, pairs, runs, sharding
+from osd_jax import metrics, online, pairs, runs, sharding
 from osd_jax.distillation import buffer, gate
 from osd_jax.engine import engine
+from osd_jax.loop import meter
 from osd_jax.report import plots
 
 pytestmark = pytest.mark.slow
@@ -91,14 +92,14 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
     ),
   )
   outputs = {}
-  measure = metering.Meter.row
+  measure = meter.Meter.row
 
   def note(meter, done, query, *arguments):
     outputs[query.index] = done.tokens.tolist()
     return measure(meter, done, query, *arguments)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(metering.Meter, "row", note)
+    patch.setattr(meter.Meter, "row", note)
     patch.setattr(plots, "draw_plots", lambda *_: ([], ""))
     path = online.run(config).path
   rows = list(runs.read(path / "metrics.jsonl"))

@@ -27,6 +27,7 @@ from osd_jax.costs import table
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import gate, schedule, update
 from osd_jax.engine import engine
+from osd_jax.loop import loop as loop_lib
 from osd_jax.report import progress
 
 pytestmark = pytest.mark.slow
@@ -158,7 +159,7 @@ FEATURES = {
 def loop_of(config, directory):
   if isinstance(config, offline.OfflineConfig):
     return offline.OfflineLoop(config, directory, progress.bar(rich.console.Console()))
-  return online.OnlineLoop(config, directory)
+  return online.begin(config, directory)
 
 
 def done_by(loop):
@@ -175,7 +176,7 @@ def go(config, until=None):
         return
     assert until is None
     loop.wait()
-    loop.close(*([0.0] if isinstance(loop, online.OnlineLoop) else []))
+    loop.close(*([0.0] if isinstance(loop, loop_lib.Loop) else []))
 
 
 def results(config, folder):

@@ -35,9 +35,10 @@ import numpy as np
 import rich.console
 import rich.table
 
-from osd_jax import metering, online, pairs, runs, sharding
+from osd_jax import online, pairs, runs, sharding
 from osd_jax.distillation import buffer, update
 from osd_jax.engine import engine
+from osd_jax.loop import meter
 from osd_jax.main import settings
 
 EDGE = 50  # number of requests behind "first" and "last"
@@ -107,7 +108,7 @@ def changed(
 def serve(config: online.OnlineConfig, way: str):
   """Runs the stream; returns (outputs by query, rows of metrics.jsonl)."""
   outputs = {}
-  measure = metering.Meter.row
+  measure = meter.Meter.row
 
   def note(meter, done, query, *others):
     outputs[query.index] = done.tokens.tolist()
@@ -115,13 +116,13 @@ def serve(config: online.OnlineConfig, way: str):
 
   directory = runs.RunDirectory.start(config.run_directory, seed=config.learning.seed)
   with contextlib.ExitStack() as patches:
-    patches.enter_context(mock.patch.object(metering.Meter, "row", note))
+    patches.enter_context(mock.patch.object(meter.Meter, "row", note))
     if way == "nan rows":
       patches.enter_context(nan_rows())
-    loop = online.OnlineLoop(config, directory)
+    loop = online.begin(config, directory)
     if way == "shuffled labels":
       patches.enter_context(shuffled_labels(loop.pair.target.vocab_size))
-    while loop.finished < len(loop.stream):
+    while loop.finished < len(loop.source.stream):
       loop.step()
     loop.close(0.0)
   directory.finish()

@@ -37,6 +37,7 @@ import numpy as np
 import rich.console
 import rich.table
 
+from osd_jax import runs
 from osd_jax.main import settings
 from osd_serve.service import ServeConfig, Service
 
@@ -57,7 +58,6 @@ class Tally:
   lost: int = 0  # answers that the journal does not have
   doubled: int = 0  # prompts that the journal has twice
   renumbered: int = 0  # numbers that changed their meaning
-  unobserved: int = 0  # numbers that were gone before this program could read them
   kept_in_spite_of_learn_false: int = 0
   learner_count_off_by: int = 0
   buffer_rows_unlike_the_journal: int = 0
@@ -69,10 +69,10 @@ class Tally:
 
 
 class Journal:
-  """All answers that the journal of a run directory ever had.
+  """All answers that outputs.jsonl of a run directory ever had.
 
   Attributes:
-    rows: number -> token ids of prompt and answer.
+    rows: place among the answers with tokens -> token ids of prompt and answer.
     renumbered: numbers that were seen with different contents.
   """
 
@@ -85,12 +85,15 @@ class Journal:
   def read(self) -> None:
     """Adds what the file has now; a line that is being written counts later."""
     lines = self._path.read_text().splitlines() if self._path.exists() else []
+    entries = []
     for line in lines:
       with contextlib.suppress(ValueError):
         row = json.loads(line)
-        entry = tuple(row["prompt"]), tuple(row["answer"])
-        if self.rows.setdefault(row["number"], entry) != entry:
-          self.renumbered.add(row["number"])
+        if "output_ids" in row:
+          entries.append((tuple(row["prompt_ids"]), tuple(row["output_ids"])))
+    for number, entry in enumerate(entries):
+      if self.rows.setdefault(number, entry) != entry:
+        self.renumbered.add(number)
 
 
 class Clients:
@@ -178,7 +181,7 @@ class KillTest:
     self._run = out / "run"
     self._start_seconds = 10.0
     self.tally, self.moments = Tally(), dict.fromkeys(MOMENTS, 0)
-    self.journal, self.clients = Journal(self._run / "journal.jsonl"), Clients(seed)
+    self.journal, self.clients = Journal(self._run / "outputs.jsonl"), Clients(seed)
 
   def live(self, number: int, kills: bool) -> None:
     """Starts the server and kills it, or ends it in order.
@@ -223,7 +226,7 @@ class KillTest:
         self._watch(server, 0.005)
 
   def _watch(self, server: http_load.Server, seconds: float) -> None:
-    """Reads the journal again and again, because checkpoints shorten it."""
+    """Reads the journal again and again, so that a change is seen."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.process.poll() is None:
       self.journal.read()
@@ -240,15 +243,13 @@ class KillTest:
     tally.lost = len(self.clients.received - set(prompts))
     tally.doubled = len(prompts) - len(set(prompts))
     tally.renumbered = len(self.journal.renumbered)
-    end = max(rows, default=-1) + 1
-    tally.unobserved = end - len(rows)
+    end = len(rows)
     tally.kept_in_spite_of_learn_false = len(self.clients.private & set(prompts))
     config, _ = settings.load(ServeConfig, ["runs/serve.gin"], self._bindings)
-    service = Service(config, self._run)
+    service = Service(config, runs.RunDirectory(self._run))
     try:
-      assert service.learning is not None
       buffer = service.server.learner.state()[0]["buffer"]
-      counts = service.learning.finished, int(buffer.added)
+      counts = service.loop.learned, int(buffer.added)
       tally.learner_count_off_by = max(abs(count - end) for count in counts)
       tally.buffer_rows_unlike_the_journal = differing(buffer, rows)
     finally:

@@ -108,7 +108,7 @@ class Drafter(Protocol):
     source: jax.Array,
     emitted: jax.Array,
     length: jax.Array,
-    owner: jax.Array,
+    salt: jax.Array,
   ) -> Any:
     """Learns from a finished request, without training; returns the new memory.
 
@@ -119,7 +119,7 @@ class Drafter(Protocol):
       source: [1, S] int32, the prompt.
       emitted: [T] int32, the answer, padded.
       length: [] int32, the number of its tokens.
-      owner: [2] uint32; only rows with this owner may use what is stored of the answer;
+      salt: [2] uint32; only rows with this salt may use what is stored of the answer;
         see `base.SamplingSettings`.
     """
 
@@ -339,10 +339,10 @@ class ModelDrafter:
     source: jax.Array,
     emitted: jax.Array,
     length: jax.Array,
-    owner: jax.Array,
+    salt: jax.Array,
   ) -> Any:
     """Learns nothing: a trained draft has no memory."""
-    del memory, state, source, emitted, length, owner
+    del memory, state, source, emitted, length, salt
 
 
 def _where_running(rows: state_lib.DecodeState, tokens: jax.Array) -> jax.Array:

@@ -357,10 +357,10 @@ class NgramDrafter(drafters.ModelDrafter):
     source: jax.Array,
     emitted: jax.Array,
     length: jax.Array,
-    owner: jax.Array | np.ndarray = ngrams.NOBODY,
+    salt: jax.Array | np.ndarray = ngrams.NO_SALT,
   ) -> Memory:
     """Adds the answer to the cache, and scores all tokens that were named for it."""
-    table = ngrams.absorb(self.target, memory.table, source, emitted, length, owner)
+    table = ngrams.absorb(self.target, memory.table, source, emitted, length, salt)
     if state is None:
       return memory.replace(table=table)
     count = emitted.shape[0]
@@ -515,7 +515,7 @@ def _advanced(
 
 def _with_settings(state: State, rows: state_lib.DecodeState) -> State:
   """Notes which rows are sampled, and whose cache entries each row may use."""
-  text = state.text.replace(owner=rows.settings.owner)
+  text = state.text.replace(salt=rows.settings.cache_salt)
   return state.replace(is_sampled=rows.settings.temperature > 0, text=text)
 
 

@@ -12,10 +12,10 @@ overwritten place is never a candidate. A row's own prompt and answer take part,
 they need no table, but are compared with the context directly (prompt lookup, Saxena
 2023).
 
-Every text has an owner, a number of 64 bits, and a lookup only finds texts of its own
-owner. The number is part of the hash, so that owners with equal texts do not push each
-other's places out, and it is compared with the owner of the token found, so that a
-collision of hashes cannot lead from one owner to another. What owners share is the
+Every text has a salt, a number of 64 bits, and a lookup only finds texts with its own
+salt. The salt is part of the hash, so equal texts with different salts do not push each
+other's places out. It is also compared with the salt of the stored token, so that a
+collision of hashes cannot lead from one salt to another. All texts share the
 room: many new answers overwrite the oldest ones, whoever asked for them.
 
 All shapes are fixed, and lookups run inside the compiled round. An answer is added by
@@ -38,7 +38,7 @@ WAYS = 4  # places kept of every n-gram
 SIZE = 2**16  # tokens that are kept unless a size is given
 NO_TOKEN = -1  # before a text begins
 
-NOBODY = np.zeros(2, np.uint32)  # owner of texts without one
+NO_SALT = np.zeros(2, np.uint32)  # salt of texts without one
 
 _MULTIPLIER = np.uint32(0x9E3779B1)  # 2**32 / golden ratio
 
@@ -52,14 +52,14 @@ class Table:
 
   Attributes:
     ring: [R] int32, the newest R tokens.
-    owners: [R, 2] uint32, the owner of each token; see `base.SamplingSettings.owner`.
+    salts: [R, 2] uint32, of each token; see `base.SamplingSettings.cache_salt`.
     places: [O, H, WAYS] uint32; places of tokens that follow an n-gram with this hash.
     counts: [O, H] uint32; how often the hash was written, which decides the next way.
     end: [] uint32; place of the next token.
   """
 
   ring: jax.Array
-  owners: jax.Array
+  salts: jax.Array
   places: jax.Array
   counts: jax.Array
   end: jax.Array
@@ -73,13 +73,13 @@ class Text:
     tokens: [B, N] int32; the prompt, then the inputs of `decode`.
     begin: [B] int32; index of the first input.
     length: [B] int32; number of inputs.
-    owner: [B, 2] uint32; see `base.SamplingSettings.owner`.
+    salt: [B, 2] uint32; see `base.SamplingSettings.cache_salt`.
   """
 
   tokens: jax.Array
   begin: jax.Array
   length: jax.Array
-  owner: jax.Array
+  salt: jax.Array
 
 
 @flax.struct.dataclass
@@ -105,7 +105,7 @@ def empty(size: int) -> Table:
   buckets = max(size // WAYS, 8)
   return Table(
     ring=jnp.full((size,), NO_TOKEN, jnp.int32),
-    owners=jnp.zeros((size, 2), jnp.uint32),
+    salts=jnp.zeros((size, 2), jnp.uint32),
     places=jnp.zeros((len(ORDERS), buckets, WAYS), jnp.uint32),
     counts=jnp.zeros((len(ORDERS), buckets), jnp.uint32),
     end=jnp.zeros((), jnp.uint32),
@@ -162,8 +162,8 @@ def start(
   tokens = jnp.pad(tokens, ((0, 0), (0, cache_length)), constant_values=NO_TOKEN)
   # The first input of a decoder-only model is the last token of the prompt itself.
   begin = jnp.sum(mask, axis=1) - (target.start is not None)
-  nobody = jnp.zeros((source.shape[0], 2), jnp.uint32)
-  return Text(tokens, begin, jnp.zeros_like(begin), nobody)
+  no_salt = jnp.zeros((source.shape[0], 2), jnp.uint32)
+  return Text(tokens, begin, jnp.zeros_like(begin), no_salt)
 
 
 def advance(table: Table, fed: Int[Array, "B n"], text: Text) -> tuple[Vote, Text]:
@@ -172,7 +172,7 @@ def advance(table: Table, fed: Int[Array, "B n"], text: Text) -> tuple[Vote, Tex
   text = text.replace(
     tokens=write(text.tokens, fed, ends[:, 0] - 1), length=text.length + fed.shape[1]
   )
-  return look_up(table, text.tokens, ends, text.owner), text
+  return look_up(table, text.tokens, ends, text.salt), text
 
 
 def absorb(
@@ -181,13 +181,13 @@ def absorb(
   source: Int[Array, "1 S"],
   emitted: Int[Array, " T"],
   length: Int[Array, ""],
-  owner: UInt32[Array, " 2"] | np.ndarray = NOBODY,
+  salt: UInt32[Array, " 2"] | np.ndarray = NO_SALT,
 ) -> Table:
   """Adds a finished answer of `length` tokens; see `base.Model.absorb`."""
   text = start(target, source, target.mask(source), 1)
   tokens = write(text.tokens, target.starts(source)[:, None], text.begin)
   context = _contexts(tokens, text.begin[:, None] + 1)[0, 0]
-  return insert(table, context, emitted, length, owner)
+  return insert(table, context, emitted, length, salt)
 
 
 def insert(
@@ -195,7 +195,7 @@ def insert(
   context: Int[Array, " CONTEXT"],
   emitted: Int[Array, " T"],
   length: Int[Array, ""],
-  owner: UInt32[Array, " 2"] | np.ndarray = NOBODY,
+  salt: UInt32[Array, " 2"] | np.ndarray = NO_SALT,
 ) -> Table:
   """Adds a text's tokens and the places of all its n-grams.
 
@@ -204,7 +204,7 @@ def insert(
     context: the tokens before the text, NO_TOKEN where there are none.
     emitted: the text, padded.
     length: its number of tokens.
-    owner: the owner of the text.
+    salt: the salt of the text.
   """
   text, count = jnp.concatenate([context, emitted]), emitted.shape[0]
   size, buckets = table.ring.shape[0], table.counts.shape[1]
@@ -213,12 +213,12 @@ def insert(
   # Indices after the last one are dropped.
   index = jnp.where(is_written, place % size, size)
   ring = table.ring.at[index].set(text, mode="drop")
-  owners = table.owners.at[index].set(owner, mode="drop")
+  salts = table.salts.at[index].set(salt, mode="drop")
   windows = text[jnp.arange(count)[:, None] + jnp.arange(CONTEXT)[None]]
   places, counts = table.places, table.counts
   for row, order in enumerate(ORDERS):
     is_known = jnp.all(windows[:, -order:] != NO_TOKEN, axis=1) & is_written[CONTEXT:]
-    bucket = jnp.where(is_known, _bucket(windows, order, buckets, owner), buckets)
+    bucket = jnp.where(is_known, _bucket(windows, order, buckets, salt), buckets)
     same = bucket[:, None] == bucket[None]
     earlier = jnp.sum(jnp.tril(same, -1), axis=1, dtype=jnp.uint32)
     later = jnp.sum(jnp.triu(same, 1), axis=1)
@@ -228,14 +228,14 @@ def insert(
     places = places.at[row, newest, way].set(place[CONTEXT:], mode="drop")
     counts = counts.at[row, bucket].add(jnp.uint32(1), mode="drop")
   end = table.end + CONTEXT + length.astype(jnp.uint32)
-  return Table(ring, owners, places, counts, end)
+  return Table(ring, salts, places, counts, end)
 
 
 def look_up(
   table: Table,
   text: Int[Array, "B N"],
   ends: Int[Array, "B n"],
-  owner: UInt32[Array, "B 2"],
+  salt: UInt32[Array, "B 2"],
 ) -> Vote:
   """Names the token that most often followed the longest known end of a text.
 
@@ -243,10 +243,10 @@ def look_up(
     table: served answers.
     text: the rows' prompts and outputs.
     ends: numbers of tokens of the text; each is a lookup of its own.
-    owner: the owner of each row; other owners' answers are not found.
+    salt: of each row; answers with other salts are not found.
   """
   context = _contexts(text, ends)
-  served, of_row = _served(table, context, owner), _own(text, ends, context)
+  served, of_row = _served(table, context, salt), _own(text, ends, context)
   token, order = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), served, of_row)
   longest = jnp.max(order, axis=-1)
   takes_part = (order == longest[..., None]) & (order > 0)
@@ -287,12 +287,12 @@ def _contexts(
 
 
 def _served(
-  table: Table, context: Int[Array, "B n CONTEXT"], owner: UInt32[Array, "B 2"]
+  table: Table, context: Int[Array, "B n CONTEXT"], salt: UInt32[Array, "B 2"]
 ) -> tuple[Int[Array, "B n c"], Int[Array, "B n c"]]:
   """Tokens that followed a context in served answers, and the order that matched."""
   size, buckets = table.ring.shape[0], table.counts.shape[1]
   shape = (*context.shape[:-1], len(ORDERS) * WAYS)
-  hashed = functools.partial(_bucket, context, buckets=buckets, owner=owner[:, None])
+  hashed = functools.partial(_bucket, context, buckets=buckets, salt=salt[:, None])
   bucket = jnp.stack([hashed(order) for order in ORDERS], axis=-1)
   places = table.places[jnp.arange(len(ORDERS))[None, None], bucket]
   offsets = (jnp.arange(CONTEXT + 1) - CONTEXT).astype(jnp.uint32)
@@ -305,9 +305,9 @@ def _served(
   matches = jnp.all(equal | ignored, axis=-1)
   # Of an older place, a part of the context has been overwritten.
   is_kept = table.end - places <= size - CONTEXT
-  # The context was written in one piece with the token, so it has the same owner.
-  theirs = table.owners[places % size]
-  is_own = jnp.all(theirs == owner[:, None, None, None], axis=-1)
+  # The context was written in one piece with the token, so it has the same salt.
+  theirs = table.salts[places % size]
+  is_own = jnp.all(theirs == salt[:, None, None, None], axis=-1)
   token = texts[..., CONTEXT]
   valid = matches & is_kept & is_own & (token != NO_TOKEN)
   order = jnp.where(valid, orders, 0)
@@ -347,12 +347,12 @@ def _bucket(
   windows: Int[Array, "*any CONTEXT"],
   order: int,
   buckets: int,
-  owner: UInt32[Array, "*more 2"] | np.ndarray,
+  salt: UInt32[Array, "*more 2"] | np.ndarray,
 ) -> Int[Array, "*any"]:
-  """Hash of an owner and the last `order` tokens, in 0..buckets - 1."""
+  """Hash of a salt and the last `order` tokens, in 0..buckets - 1."""
   value = jnp.full(windows.shape[:-1], order, jnp.uint32)
   tokens = [windows[..., -back].astype(jnp.uint32) for back in range(order, 0, -1)]
-  for part in (owner[..., 0], owner[..., 1], *tokens):
+  for part in (salt[..., 0], salt[..., 1], *tokens):
     value = (value ^ part) * _MULTIPLIER
     value = value ^ (value >> 15)
   return (value % buckets).astype(jnp.int32)

@@ -59,7 +59,7 @@ _SETTINGS: dict[str, tuple[type, Any, Callable[[Any], bool], str]] = {
   "seed": (np.uint32, 0, lambda x: 0 <= x < 2**32, "in 0..2**32 - 1"),
   "max_length": (np.int32, None, lambda x: x >= 1, ">= 1"),
   "speculative": (np.bool_, True, lambda x: x in (False, True), "0 or 1"),
-  "owner": (np.uint64, 0, lambda x: 0 <= x < 2**64, "in 0..2**64 - 1"),
+  "cache_salt": (np.uint64, 0, lambda x: 0 <= x < 2**64, "in 0..2**64 - 1"),
 }
 
 
@@ -71,7 +71,7 @@ def make_settings(
   Args:
     rows: B.
     max_length: largest number of tokens of every row.
-    **values: the other fields, where they differ from greedy decoding without owner.
+    **values: the other fields, where they differ from greedy decoding without a salt.
 
   Raises:
     ValueError: a value outside its range.
@@ -89,8 +89,8 @@ def make_settings(
     arrays[name] = np.full((rows,), value, dtype)
   if values:
     raise TypeError(f"make_settings: unknown settings {sorted(values)}")
-  halves = np.stack(np.divmod(arrays.pop("owner"), np.uint64(2**32)), axis=1)
-  return base.SamplingSettings(**arrays, owner=halves.astype(np.uint32))
+  halves = np.stack(np.divmod(arrays.pop("cache_salt"), np.uint64(2**32)), axis=1)
+  return base.SamplingSettings(**arrays, cache_salt=halves.astype(np.uint32))
 
 
 def is_penalized(settings: base.SamplingSettings) -> Bool[Array, ""]:

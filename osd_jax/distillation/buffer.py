@@ -7,8 +7,8 @@
       age       1      0      3      2      0 is the newest
       new       yes    yes    no     no     rows added after the last update
 
-An update removes nothing: a row leaves only when a newer one takes its slot, or when
-`erase` overwrites it with zeros. All functions are pure and run inside jit.
+An update removes nothing: a row leaves only when a newer one takes its slot. All
+functions are pure and run inside jit.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Int, Key
 
 from osd_jax import base
 
@@ -137,19 +137,6 @@ def append(buffer: ReplayBuffer, batch: base.DistillationBatch) -> ReplayBuffer:
   return ReplayBuffer(data=data, added=buffer.added + rank[-1])
 
 
-def erase(buffer: ReplayBuffer, is_kept: Bool[Array, " N"]) -> ReplayBuffer:
-  """Overwrites rows with zeros where not `is_kept`, so that `sample` never draws them.
-
-  Donate `buffer` when jitting.
-  """
-
-  def zeroed(ring):
-    shape = (-1, *(1,) * (ring.ndim - 1))
-    return jnp.where(is_kept.reshape(shape), ring, jnp.zeros((), ring.dtype))
-
-  return buffer.replace(data=jax.tree.map(zeroed, buffer.data))
-
-
 def sample(
   buffer: ReplayBuffer,
   key: Key[Array, ""],
@@ -177,14 +164,11 @@ def sample(
   newest = jnp.clip(buffer.added - since, 0, buffer.filled)
   half_life = config.recency_half_life
   fading = 0.0 if half_life is None else -np.log(2.0) / half_life
-  slots = (buffer.added - 1 - jnp.arange(buffer.capacity)) % buffer.capacity
-  is_kept = buffer.data.weight[slots] > 0  # by age
   ages = (
-    _draw(key_new, newest, is_kept, 0.0, num_new),
-    _draw(key_replay, buffer.filled, is_kept, fading, num_replay),
+    _draw(key_new, newest, buffer.capacity, 0.0, num_new),
+    _draw(key_replay, buffer.filled, buffer.capacity, fading, num_replay),
   )
-  # `_draw` returns ages past the end, or of erased rows, if it runs out of rows. Erased
-  # rows have weight 0.
+  # `_draw` returns ages past the end if it runs out of rows.
   present = jnp.concatenate([ages[0] < newest, ages[1] < buffer.filled])
   # Age 0 is the newest row, in slot (added - 1) mod N.
   slots = (buffer.added - 1 - jnp.concatenate(ages)) % buffer.capacity
@@ -245,22 +229,20 @@ def likeliest_tokens(
 def _draw(
   key: Key[Array, ""],
   size: Int[Array, ""],
-  is_kept: Bool[Array, " N"],
+  capacity: int,
   fading: float,
   count: int,
 ) -> Int[Array, " count"]:
-  """Draws distinct ages of kept rows below `size`, weighted by exp(fading * age).
+  """Draws distinct ages below `size`, weighted by exp(fading * age).
 
   Returns:
-    [count] int32; other ages once none of these is left.
+    [count] int32; ages >= `size` once all others are drawn.
   """
-  capacity = is_kept.shape[0]
   ages = jnp.arange(capacity)
   # The largest sums of log-weight and Gumbel noise are a sample without replacement, in
   # the order of successive draws (Gumbel-top-k, arXiv:1903.06059).
   scores = fading * ages + jax.random.gumbel(key, (capacity,))
-  is_drawn = (ages < size) & is_kept
-  return jax.lax.top_k(jnp.where(is_drawn, scores, -jnp.inf), count)[1]
+  return jax.lax.top_k(jnp.where(ages < size, scores, -jnp.inf), count)[1]
 
 
 def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Records:

@@ -22,7 +22,6 @@ import functools
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -354,9 +353,7 @@ class Learner:
       in_background=not on_mesh,
     )
     self._append = jax.jit(buffer_lib.append, donate_argnums=0)
-    self._erase = jax.jit(buffer_lib.erase, donate_argnums=0)
     # Tags of the newest rows of the buffer, oldest first.
-    self._tags: deque[Any] = deque(maxlen=config.buffer.capacity)
     self._state_width = draft.state_width if config.buffer.keep_target_states else 0
     buffer = buffer_lib.init(
       config.buffer,
@@ -377,11 +374,6 @@ class Learner:
     return self._schedule.paused
 
   @property
-  def tags(self) -> list[Any]:
-    """The tags of buffered requests that have one, oldest first; see `observe`."""
-    return [tag for tag in self._tags if tag is not None]
-
-  @property
   def rivals(self) -> dict[str, base.Params]:
     """Drafts whose overlaps with the next answer `observe` needs, for the gate."""
     if self.config.gate is None:
@@ -399,36 +391,15 @@ class Learner:
     self._since = int(self._buffer.added)
 
   def warm_up(self, batches: Iterable[base.DistillationBatch] = ()) -> None:
-    """Compiles an update, and the append and erasure of such rows; changes no state."""
+    """Compiles an update, and the append of such rows; changes no state."""
     for batch in batches:
       # Rows of weight 0 are compiled like others but not added.
       weightless = self._with_states(batch).replace(weight=batch.weight * 0)
       self._buffer = self._append(self._buffer, weightless)
-    self._buffer = self._erase(self._buffer, np.ones(self._buffer.capacity, bool))
     (sample,) = self._draw(1)
     update_lib.warm_up(
       self._draft, self.config.update, self.runner.learner, sample, self._frozen
     )
-
-  def forget(self, drops: Callable[[Any], bool]) -> None:
-    """Erases the buffered requests whose tags `drops` returns True for.
-
-    What the draft has learnt from them stays in its weights. No update may be in
-    progress, because it holds rows of its own.
-    """
-    if self.runner.busy:
-      raise RuntimeError("distillation: an update is in progress; take it first")
-    tags = [None if tag is None or drops(tag) else tag for tag in self._tags]
-    newest, size = int(self._buffer.added) - 1, self._buffer.capacity
-    is_kept = np.ones(size, bool)
-    for age, (old, new) in enumerate(zip(reversed(self._tags), reversed(tags))):
-      is_kept[(newest - age) % size] = new is old
-    self._buffer = self._erase(self._buffer, is_kept)
-    self._tags = deque(tags, self._tags.maxlen)
-
-  def skip(self) -> None:
-    """Counts a finished request that it must not learn from."""
-    self.finished += 1
 
   def try_update(self, slices: int, serve: Callable[[], bool] = lambda: False) -> None:
     """Runs an update as serving does, and drops its result; used to measure its cost.
@@ -478,7 +449,6 @@ class Learner:
     overlap: float,
     mixed: float | None = None,
     rivals: Mapping[str, float] = MappingProxyType({}),
-    tag: Any = None,
   ) -> Outcome | None:
     """Adds a finished request and launches an update if one is due.
 
@@ -487,7 +457,6 @@ class Learner:
       overlap: overlap of the draft that served it, before it trains on the row.
       mixed: see `schedule.Request`.
       rivals: overlaps of the drafts in `self.rivals`.
-      tag: a JSON value by which `forget` finds the row again.
 
     Returns:
       The update that is due now, if any. `serving` is its draft, or the gate's choice.
@@ -509,7 +478,6 @@ class Learner:
     # Take a due update first, because the schedule may launch the next one below.
     outcome = self._take() if self.runner.due(self.finished) else None
     self._buffer = self._append(self._buffer, self._with_states(batch))
-    self._tags.append(tag)
     # Count on the host: numpy would make XLA sum a jax array.
     tokens = int(np.count_nonzero(np.asarray(batch.mask)))
     most = 0 if self.runner.busy else self.config.update.steps_per_update
@@ -584,7 +552,6 @@ class Learner:
       "slices": 0 if inputs is None else len(inputs),
       "gate": dataclasses.asdict(self.gate),
       "version": self.version,
-      "tags": list(self._tags) if has_rows and any(self._tags) else [],
       "has_rows": has_rows,
     }
     return arrays, host
@@ -605,8 +572,6 @@ class Learner:
     self._schedule = base.from_json(host["schedule"], type(self._schedule))
     self.costs = base.from_json(host["costs"], Costs | None)
     self.version = host["version"]
-    self._tags.clear()
-    self._tags.extend(host["tags"])
     self.gate = base.from_json(host["gate"], gate_lib.GateState)
     for name, trained in arrays.get("drafts", {}).items():
       self._drafts[name] = self._draft.join(trained, self._frozen)

@@ -292,11 +292,15 @@ class Engine:
     """A copy of what the drafter learned from answers without training, or None."""
     return jax.tree.map(jnp.copy, self._memory)  # calls donate it
 
+  @memory.setter
+  def memory(self, memory: Any) -> None:
+    self._serve_memory(memory)
+
   def absorb(self, done: Finished) -> None:
     """Adds an answer that another engine gave to the n-gram cache, if there is one."""
     if self._memory is not None and done.request.remember:
       length = np.asarray([len(done.tokens)], np.int32)
-      row = 0, np.True_, np.asarray(done.settings.owner[0])
+      row = 0, np.True_, np.asarray(done.settings.cache_salt[0])
       self._serve_memory(
         steps.absorb(self.spec, self._memory, None, done.batch, length, *row)
       )
@@ -485,7 +489,7 @@ class Engine:
     source[0, : len(request.tokens)] = request.tokens
     limit = self.config.target_length if limit is None else limit
     draws = dataclasses.replace(request.sampling, seed=self._seed(request, number))
-    settings = draws.settings(limit, request.speculative, request.owner)
+    settings = draws.settings(limit, request.speculative, request.cache_salt)
     return PaddedPrompt(source, settings)
 
   # --- Admission ----------------------------------------------------------------------
@@ -695,7 +699,7 @@ class Engine:
       return
     # A drafter that was never prefilled holds the state of an earlier request.
     is_stale = np.bool_(slot.lacks_draft and self._resting.drafter is None)
-    row = number, is_stale, slot.prompt.settings.owner[0]
+    row = number, is_stale, slot.prompt.settings.cache_salt[0]
     memory = steps.absorb(
       self.spec, self._memory, self._state.draft_cache, batch, length, *row
     )

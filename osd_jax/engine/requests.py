@@ -5,6 +5,8 @@ A request changes form four times: a text or `Prompt`, a `Request`, a row of
 """
 
 import dataclasses
+import functools
+import importlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -222,12 +224,12 @@ class SamplingConfig(base.Config):
     return dataclasses.replace(self, seed=(self.seed + index) % 2**32)
 
   def settings(
-    self, max_length: int, speculative: bool = True, owner: int = 0
+    self, max_length: int, speculative: bool = True, cache_salt: int = 0
   ) -> base.SamplingSettings:
     """Returns the same as arrays of one row."""
     own = vars(self)
     return sampling.make_settings(
-      1, max_length=max_length, speculative=speculative, owner=owner, **own
+      1, max_length=max_length, speculative=speculative, cache_salt=cache_salt, **own
     )
 
 
@@ -326,6 +328,28 @@ def _is_encodable(text: str) -> bool:
   return True
 
 
+@dataclasses.dataclass(frozen=True)
+class ReplicaConfig(base.Config):
+  """Processes that serve while this one learns; they need the extra `replicas`.
+
+  Attributes:
+    count: replicas, each with `DecodingConfig.rows` rows; 0: this process serves.
+    gpus: GPUs that Ray reserves for each replica.
+  """
+
+  count: base.CountOrZero = 0
+  gpus: base.NonNegative = 0.0
+
+  @property
+  def engine(self) -> Callable[..., Any] | None:
+    """The argument `engine` of a `Server`; None without replicas."""
+    if not self.count:
+      return None
+    # Named as text, because the core does not depend on the tools.
+    module = importlib.import_module("osd_tools.replicas")
+    return functools.partial(module.Replicas, self)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
   """One prompt in tokens.
@@ -339,8 +363,8 @@ class Request:
       then. If it returns a number, the request ends after that many tokens.
     remember: the n-gram cache, if there is one, takes up the answer.
     speculative: False drafts nothing for it.
-    owner: it uses only the n-gram cache's entries of this owner, and its answer becomes
-      one of them; see `base.SamplingSettings`.
+    cache_salt: it uses only the n-gram cache's entries with this salt, and its answer
+      becomes one of them; see `base.SamplingSettings`.
   """
 
   tokens: np.ndarray
@@ -350,7 +374,7 @@ class Request:
   watch: Callable[[np.ndarray], int | None] | None = None
   remember: bool = True
   speculative: bool = True
-  owner: int = 0
+  cache_salt: int = 0
 
   def check(self, decoding: DecodingConfig, vocab_size: int) -> None:
     """Raises InputError if the request cannot be decoded with these shapes."""

@@ -20,7 +20,6 @@ from osd_jax import base, pairs, sharding
 from osd_jax.distillation.learner import Learner, LearningConfig, Outcome
 from osd_jax.engine import agreement
 from osd_jax.engine.engine import Engine
-from osd_jax.engine.replicas import ReplicaConfig, Replicas
 from osd_jax.engine.requests import (
   Answer,
   DecodingConfig,
@@ -32,7 +31,7 @@ from osd_jax.engine.requests import (
 )
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), sharding.PartitionConfig()
-HERE, TUNED = ReplicaConfig(), LearningConfig()
+TUNED = LearningConfig()
 
 # One bucket, because the learner pads every prompt to the longest one.
 DECODING = DecodingConfig(num_draft_tokens=7)
@@ -107,7 +106,7 @@ class Server:
 
   Attributes:
     pair: target, draft and vocabulary.
-    engine: the rows in flight, an `Engine` or `Replicas`.
+    engine: the rows in flight, an `Engine` or an object with its surface.
     statistics: totals so far.
   """
 
@@ -117,7 +116,7 @@ class Server:
     decoding: DecodingConfig = DECODING,
     learning: LearningConfig = TUNED,
     partition: sharding.PartitionConfig = ONE_DEVICE,
-    replicas: ReplicaConfig = HERE,
+    engine: Callable[..., Any] | None = None,
     *,
     target: str = "",
   ):
@@ -128,8 +127,9 @@ class Server:
         without a draft decodes plainly. A text is the target of a `PairConfig`.
       decoding: rows in flight, K, lengths and records.
       learning: how the draft learns, if it learns.
-      partition: mesh, of each replica if there are replicas.
-      replicas: processes that serve instead of this one, which then only learns.
+      partition: mesh over the devices.
+      engine: makes the engine from (decoding, the `pair` that was given, the loaded
+        pair, partition); None: an `Engine` in this process. See `ReplicaConfig.engine`.
       target: folder or file of a target, instead of `pair`; the draft is a new one,
         mixed with an n-gram cache.
 
@@ -144,16 +144,9 @@ class Server:
       decoding.cache_tokens
     )
     self.engine: Any = (
-      Replicas(replicas, decoding, pair, self.pair, partition)
-      if replicas.count
-      else Engine(
-        decoding,
-        self.pair.target,
-        self.pair.target_params,
-        self.pair.draft,
-        self.pair.draft_params,
-        partitioner,
-      )
+      Engine(decoding, *self.pair.models, partitioner)
+      if engine is None
+      else engine(decoding, pair, self.pair, partition)
     )
     self.statistics = Statistics()
     self._learning = learning
@@ -361,7 +354,6 @@ class Server:
     overlap: float | None = None,
     background: bool = False,
     rivals: Mapping[str, float] | None = None,
-    tag: Any = None,
   ) -> Outcome | None:
     """Passes an answer to the learner; swaps in a draft whose update has ended.
 
@@ -371,7 +363,6 @@ class Server:
       background: another thread serves meanwhile, and swaps the draft in at its next
         call.
       rivals: the result of `score_rivals`; None measures it.
-      tag: see `Learner.observe`.
 
     Returns:
       The update that has ended, if there was one. Its draft serves from now on, unless
@@ -387,7 +378,7 @@ class Server:
     mixed = None
     if self.engine.config.cache_tokens and done.drafted:
       mixed = done.accepted / done.drafted
-    outcome = self.learner.observe(done.batch, overlap, mixed, rivals, tag)
+    outcome = self.learner.observe(done.batch, overlap, mixed, rivals)
     return self._publish(outcome, background)
 
   def score_rivals(

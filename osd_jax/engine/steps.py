@@ -389,7 +389,7 @@ def absorb(
   length: jax.Array,
   slot: jax.Array,
   is_stale: jax.Array,
-  owner: jax.Array,
+  salt: jax.Array,
 ) -> Any:
   """Lets the drafter learn from a finished row; see `Drafter.absorb`.
 
@@ -401,7 +401,7 @@ def absorb(
     length: [1] int32, its number of tokens.
     slot: [] int32, the row.
     is_stale: [] bool, whether `draft_cache` holds an earlier request of the row.
-    owner: [2] uint32, the owner of the answer.
+    salt: [2] uint32, the salt of the answer.
   """
   assert spec.drafter is not None
   row = None
@@ -410,7 +410,7 @@ def absorb(
       lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0), draft_cache
     )
     row = row.replace(length=jnp.where(is_stale, 0, row.length))
-  answer = batch.source, batch.target[0], length[0], owner
+  answer = batch.source, batch.target[0], length[0], salt
   return spec.drafter.absorb(memory, row, *answer)
 
 

@@ -17,6 +17,7 @@ import rich.console
 
 from osd_jax import base, certificate, runs
 from osd_jax.data import batches
+from osd_jax.loop import rows as rows_lib
 from osd_jax.report import plots, tables
 from osd_jax.runs.directory import write_text
 
@@ -126,7 +127,7 @@ def conclude(
   `verdict` is the certificate's sentence, "" if no output was checked. Returns the path
   of the report.
   """
-  rows = list(runs.read(directory.metrics_path))
+  rows = rows_lib.read(directory.metrics_path)
   found = tables.summary(rows)
   for title, table in {**found.tables, **found.details}.items():
     tables.print_table(table, console, title)
@@ -175,7 +176,7 @@ def note_data(
   """Prints and logs how many rows of a corpus were skipped, cut or left out."""
   for sentence in corpus.sentences:
     console.print(sentence, highlight=False, soft_wrap=True)
-  log.write("data", {"tasks": corpus.report})
+  log.write(rows_lib.Data(tasks=corpus.report))
 
 
 def redraw(path: str | Path) -> Path:
@@ -224,7 +225,7 @@ def compare(
     for name, path in zip(_names(paths), paths, strict=True)
   }
   for name, rows in served.items():
-    if not any(row["kind"] == "request" for row in rows):
+    if not rows_lib.of(rows_lib.Request, rows):
       raise base.InputError(
         f"RUN: received {name}, which served no requests, expected runs of"
         " `osd online`; leave it out."
@@ -246,9 +247,9 @@ def _say(console: rich.console.Console, *sentences: str) -> None:
     console.print(sentence, highlight=False, markup=False)
 
 
-def _rows(directory: runs.RunDirectory) -> list[dict[str, Any]]:
+def _rows(directory: runs.RunDirectory) -> list[rows_lib.Row]:
   try:
-    return list(runs.read(directory.metrics_path))
+    return rows_lib.read(directory.metrics_path)
   except OSError as error:
     raise base.InputError(
       f"report: received {directory.path}, expected the folder of a run with its"
@@ -266,7 +267,7 @@ def _names(paths: Sequence[str | Path]) -> list[str]:
 
 
 def _write(
-  directory: runs.RunDirectory, rows: Sequence[Mapping[str, Any]], verdict: str
+  directory: runs.RunDirectory, rows: Sequence[rows_lib.Row], verdict: str
 ) -> tuple[Path, str]:
   """Draws the plots and writes the page; returns its path and why plots are missing."""
   found = tables.summary(rows)

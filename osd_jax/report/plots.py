@@ -1,7 +1,7 @@
 """Plots of a run as SVG, drawn from the rows of metrics.jsonl. Needs the extra [plots].
 
 Every plot has the same style and is small enough for its labels to be readable at the
-width of a phone. The colours are those of Okabe and Ito, which people with colour
+width of a phone. The colors are those of Okabe and Ito, which people with color
 blindness can tell apart, and every series has its own line style: online draft blue,
 frozen first draft orange, plain decoding grey. In plots over requests, dots are single
 requests and lines are trailing means, which restart where the topic of the stream
@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax import runs
+from osd_jax.loop import rows as rows_lib
+from osd_jax.loop.rows import Request, Row, column
 from osd_jax.report import tables
-from osd_jax.report.tables import Row
 
 ONLINE, FLOOR, PLAIN = "#0072B2", "#D55E00", "#666666"
 FAINT, INK, GRID = "#B8B8B8", "#222222", "#ECECEC"
@@ -190,35 +190,43 @@ class Line:
   """One series over requests."""
 
   name: str  # text of the legend
-  requests: Sequence[Row]  # its request rows, in the order of the stream
+  requests: Sequence[Request]  # its requests, in the order of the stream
   values: np.ndarray  # [n], one for each request
-  color: str  # colour of line and dots
+  color: str  # color of line and dots
   style: str = "-"  # line style
   dots: bool = True  # whether single requests are drawn too
 
 
-def overlap(rows: Sequence[Row]) -> Any:
-  """Distribution overlap of both drafts over the stream."""
-  return _over_requests(_both_drafts(rows, "overlap"), "Overlap", (0.0, 1.02))
+def _drafts_over(
+  field: str, title: str, limits: tuple[float, float] | None, rows: Sequence[Row]
+) -> Any:
+  """One field of both drafts over the stream."""
+  requests = rows_lib.requests(rows)
+  frozen = column(requests, f"floor_{field}")
+  lines = [
+    Line("frozen draft", requests, frozen, FLOOR, "--"),
+    Line("online draft", requests, column(requests, field), ONLINE),
+  ]
+  return _over_requests(lines, title, limits or (1.0, _ceiling(lines, 1.0)))
 
 
-def tokens_per_call(rows: Sequence[Row]) -> Any:
-  """Tokens per target call of both drafts over the stream."""
-  lines = _both_drafts(rows, "tokens_per_target_call")
-  return _over_requests(lines, "Tokens per target call", (1.0, _ceiling(lines, 1.0)))
+overlap = functools.partial(_drafts_over, "overlap", "Overlap", (0.0, 1.02))
+tokens_per_call = functools.partial(
+  _drafts_over, "tokens_per_target_call", "Tokens per target call", None
+)
 
 
 def milliseconds(rows: Sequence[Row]) -> Any:
   """Milliseconds per token of plain, frozen and online decoding over the stream."""
-  requests = runs.request_rows(rows)
-  tokens = runs.column(requests, "output_tokens")
-  measured = runs.column(requests, "online_ms_per_token")
+  requests = rows_lib.requests(rows)
+  tokens = column(requests, "output_tokens")
+  measured = column(requests, "online_ms_per_token")
   # Without a comparison, decoding time per token is all that was measured.
-  per_token = runs.column(requests, "decode_ms") / np.where(tokens > 0, tokens, np.nan)
+  per_token = column(requests, "decode_ms") / np.where(tokens > 0, tokens, np.nan)
   online = np.where(np.isfinite(measured), measured, per_token)
   lines = [
-    Line("plain", requests, runs.column(requests, "plain_ms_per_token"), PLAIN, ":"),
-    Line("frozen", requests, runs.column(requests, "floor_ms_per_token"), FLOOR, "--"),
+    Line("plain", requests, column(requests, "plain_ms_per_token"), PLAIN, ":"),
+    Line("frozen", requests, column(requests, "floor_ms_per_token"), FLOOR, "--"),
     Line("online", requests, online, ONLINE),
   ]
   limits = (0.0, _ceiling(lines, 0.98))
@@ -227,8 +235,8 @@ def milliseconds(rows: Sequence[Row]) -> Any:
 
 def saved(rows: Sequence[Row]) -> Any:
   """Seconds that learning has saved so far, against both rivals."""
-  requests = runs.request_rows(rows)
-  frozen = runs.column(requests, "saved_seconds")
+  requests = rows_lib.requests(rows)
+  frozen = column(requests, "saved_seconds")
   # A run that compares no request has no such field, or only zeros.
   if not np.isfinite(frozen).any() or not frozen.any():
     return None
@@ -236,7 +244,7 @@ def saved(rows: Sequence[Row]) -> Any:
   _mark_shifts(axes, requests)
   _shade_pauses(axes, requests)
   axes.axhline(0.0, color=FAINT, lw=1.0)
-  where, plain = places(requests), runs.column(requests, "saved_plain_seconds")
+  where, plain = places(requests), column(requests, "saved_plain_seconds")
   axes.plot(where, plain, ":", color=PLAIN, lw=2, label="against plain decoding")
   axes.plot(where, frozen, color=ONLINE, lw=2, label="against the frozen draft")
   return _labelled(made, axes, "request")
@@ -244,12 +252,12 @@ def saved(rows: Sequence[Row]) -> Any:
 
 def update_loss(rows: Sequence[Row]) -> Any:
   """Distillation loss of every update; the line breaks at shifts and pauses."""
-  updates = runs.of_kind(rows, "update")
-  losses = runs.column(updates, "loss")
+  updates = rows_lib.of(rows_lib.Update, rows)
+  losses = column(updates, "loss")
   if not np.isfinite(losses).any():
     return None
-  requests = runs.request_rows(rows)
-  finished = runs.column(updates, "finished")
+  requests = rows_lib.requests(rows)
+  finished = column(updates, "finished")
   made, (axes,) = figure("Distillation loss of each update")
   _mark_shifts(axes, requests)
   _shade_pauses(axes, requests)
@@ -268,9 +276,9 @@ def update_loss(rows: Sequence[Row]) -> Any:
 
 def per_position(rows: Sequence[Row]) -> Any:
   """Accepted share of drafted tokens by position, one panel per topic."""
-  topics: dict[str, list[Row]] = {}
-  for row in runs.request_rows(rows):
-    topics.setdefault(str(row.get("source", "")), []).append(row)
+  topics: dict[str, list[Request]] = {}
+  for row in rows_lib.requests(rows):
+    topics.setdefault(row.source, []).append(row)
   panels = []
   for topic, requests in topics.items():
     edge = min(tables.EDGE, max(len(requests) // 2, 1))
@@ -317,26 +325,17 @@ def _compared(
   """One field of several runs over their streams, minus another field if named."""
   lines, means = [], [np.array([bottom, bottom + 1e-3])]
   for number, (name, rows) in enumerate(served.items()):
-    requests = runs.request_rows(rows)
+    requests = rows_lib.requests(rows)
     color, style = COLORS[number % len(COLORS)], STYLES[number % len(STYLES)]
-    values = runs.column(requests, field)
+    values = column(requests, field)
     if subtracted:
-      values = values - runs.column(requests, subtracted)
+      values = values - column(requests, subtracted)
     line = Line(name, requests, values, color, style, dots=False)
     lines.append(line)
     means.append(_trend(line)[1])
   low, high = np.nanmin(np.concatenate(means)), np.nanmax(np.concatenate(means))
   room = 0.06 * (high - low)
   return _over_requests(lines, title, (low - room * (low < bottom), high + room))
-
-
-def _both_drafts(rows: Sequence[Row], name: str) -> list[Line]:
-  requests = runs.request_rows(rows)
-  frozen = runs.column(requests, f"floor_{name}")
-  return [
-    Line("frozen draft", requests, frozen, FLOOR, "--"),
-    Line("online draft", requests, runs.column(requests, name), ONLINE),
-  ]
 
 
 def _over_requests(
@@ -365,9 +364,9 @@ def _over_requests(
   )
 
 
-def places(requests: Sequence[Row]) -> np.ndarray:
+def places(requests: Sequence[Request]) -> np.ndarray:
   """Positions of the requests in the stream, [n] float64."""
-  return np.array([runs.place(row) for row in requests], float)
+  return column(requests, "query")
 
 
 def _trend(line: Line) -> tuple[np.ndarray, np.ndarray]:
@@ -390,7 +389,7 @@ def _broken(
   return np.insert(where, gaps, np.nan), np.insert(values, gaps, np.nan)
 
 
-def _breaks(requests: Sequence[Row], finished: np.ndarray) -> list[int]:
+def _breaks(requests: Sequence[Request], finished: np.ndarray) -> list[int]:
   """Updates at which the loss line restarts: after a shift or a pause."""
   where = places(requests)
   shifts = [where[part.start] for part in tables.segments(requests) if part.start]
@@ -399,18 +398,18 @@ def _breaks(requests: Sequence[Row], finished: np.ndarray) -> list[int]:
   return sorted({0, *(int(i) for i in starts if i < len(finished))})
 
 
-def _pauses(requests: Sequence[Row]) -> list[tuple[float, float]]:
+def _pauses(requests: Sequence[Request]) -> list[tuple[float, float]]:
   """(first, last) position of every stretch in which updates were paused."""
   spans = []
-  grouped = itertools.groupby(requests, key=lambda row: bool(row.get("paused")))
+  grouped = itertools.groupby(requests, key=lambda row: bool(row.paused))
   for paused, part in grouped:
-    where = [runs.place(row) for row in part]
+    where = places(list(part))
     if paused:
       spans.append((where[0] - 0.5, where[-1] + 0.5))
   return spans
 
 
-def _shade_pauses(axes: Any, requests: Sequence[Row]) -> None:
+def _shade_pauses(axes: Any, requests: Sequence[Request]) -> None:
   for number, (start, stop) in enumerate(_pauses(requests)):
     label = {} if number else {"label": "learning paused"}
     axes.axvspan(start, stop, color=PAUSE, lw=0, zorder=0, **label)
@@ -423,7 +422,7 @@ def _ceiling(lines: Sequence[Line], quantile: float) -> float:
   return float(max(tops, default=1.0)) * 1.08
 
 
-def _mark_shifts(axes: Any, requests: Sequence[Row]) -> None:
+def _mark_shifts(axes: Any, requests: Sequence[Request]) -> None:
   """Draws a line where the topic changes, and the topics' names on top."""
   parts = tables.segments(requests)
   if not parts:
@@ -453,28 +452,28 @@ def _mark_shifts(axes: Any, requests: Sequence[Row]) -> None:
 
 
 def training_loss(rows: Sequence[Row]) -> Any:
-  """Loss over optimiser steps."""
-  steps = runs.of_kind(rows, "step")
-  losses = runs.column(steps, "loss")
+  """Loss over optimizer steps."""
+  steps = rows_lib.of(rows_lib.Step, rows)
+  losses = column(steps, "loss")
   if not np.isfinite(losses).any():
     return None
   made, (axes,) = figure("Training loss")
-  axes.plot(runs.column(steps, "step"), losses, color=ONLINE, lw=1.8)
+  axes.plot(column(steps, "step"), losses, color=ONLINE, lw=1.8)
   finite = losses[np.isfinite(losses)]
   # A loss that falls by orders of magnitude would be a flat line on a linear scale.
   if finite.min() > 0 and finite.max() > 30 * finite.min():
     axes.set_yscale("log")
   else:
     axes.set_ylim(bottom=0)
-  return _labelled(made, axes, "optimiser step")
+  return _labelled(made, axes, "optimizer step")
 
 
 def held_out(rows: Sequence[Row]) -> Any:
   """The results of every evaluation on held-out prompts, one line per task."""
-  evaluations = runs.of_kind(rows, "evaluation")
+  evaluations = rows_lib.of(rows_lib.Evaluation, rows)
   if not evaluations:
     return None
-  tasks = evaluations[-1]["tasks"]
+  tasks = evaluations[-1].tasks
   titles = {
     "distribution_overlap": "Held-out distribution overlap",
     "exact_match": "Held-out greedy exact match",
@@ -483,27 +482,31 @@ def held_out(rows: Sequence[Row]) -> Any:
   if not name:
     return None
   made, (axes,) = figure(titles[name])
-  steps = [row["step"] for row in evaluations]
+  steps = [row.step for row in evaluations]
   for number, label in enumerate(tasks):
-    values = runs.column([row["tasks"].get(label, {}) for row in evaluations], name)
+    values = [row.tasks.get(label, {}).get(name, np.nan) for row in evaluations]
     style = {"color": COLORS[number % len(COLORS)], "marker": "o", "markersize": 4}
     axes.plot(steps, values, STYLES[number % len(STYLES)], lw=2, label=label, **style)
   axes.set_ylim(0, 1.02)
-  return _labelled(made, axes, "optimiser step")
+  return _labelled(made, axes, "optimizer step")
 
 
 def drafts(rows: Sequence[Row]) -> Any:
   """Overlap of every draft with the target, one group of bars per task."""
-  return _by_draft(rows, "draft", "task", "distribution_overlap", "Overlap of drafts")
+  bars = [
+    (row.task, row.draft, row.distribution_overlap)
+    for row in rows_lib.of(rows_lib.Draft, rows)
+  ]
+  return _by_draft(bars, "Overlap of drafts")
 
 
 def speeds(rows: Sequence[Row]) -> Any:
   """Speed-up of every draft over plain decoding, by rows in flight."""
-  named = [
-    {**row, "rows": f"{row['rows']} row(s)"} for row in runs.of_kind(rows, "speed")
+  bars = [
+    (f"{row.rows} row(s)", row.draft, row.speed_up)
+    for row in rows_lib.of(rows_lib.Speed, rows)
   ]
-  title = "Speed-up over plain decoding"
-  made = _by_draft(named, "speed", "rows", "speed_up", title)
+  made = _by_draft(bars, "Speed-up over plain decoding")
   if made is not None:
     made.axes[0].axhline(1, color=INK, lw=0.8, ls=":")
   return made
@@ -511,29 +514,24 @@ def speeds(rows: Sequence[Row]) -> Any:
 
 def replayed(rows: Sequence[Row]) -> Any:
   """Share of the target's tokens that each system names, over the answers of a log."""
-  answers = runs.of_kind(rows, "replayed")
+  answers = rows_lib.of(rows_lib.Replayed, rows)
   if not answers:
     return None
-  names = [name for name in answers[0] if name not in ("kind", "answer", "nonfinite")]
   made, (axes,) = figure("Tokens named rightly")
-  places = [row["answer"] + 1 for row in answers]
-  for name, color in zip(names, COLORS, strict=False):
-    values = tables.trailing_mean(np.asarray([row[name] for row in answers]))
-    axes.plot(places, values, color=color, label=name)
+  for name, color in zip(answers[0].shares, COLORS, strict=False):
+    values = tables.trailing_mean(np.array([row.shares[name] for row in answers]))
+    axes.plot(column(answers, "answer") + 1, values, color=color, label=name)
   return _labelled(made, axes, "answers of the log")
 
 
-def _by_draft(
-  rows: Sequence[Row], kind: str, group: str, value: str, title: str
-) -> Any:
-  """Groups of bars, one bar per draft."""
-  chosen = [row for row in runs.of_kind(rows, kind) if row.get(value) is not None]
-  if not chosen:
+def _by_draft(bars: Sequence[tuple[str, str, float | None]], title: str) -> Any:
+  """Groups of bars (group, draft, value), one bar per draft."""
+  known = {(group, draft): value for group, draft, value in bars if value is not None}
+  if not known:
     return None
-  groups = list(dict.fromkeys(str(row[group]) for row in chosen))
-  # More drafts than colours could not be told apart.
-  labels = list(dict.fromkeys(row["draft"] for row in chosen))[: len(COLORS)]
-  known = {(str(row[group]), row["draft"]): row[value] for row in chosen}
+  groups = list(dict.fromkeys(group for group, _ in known))
+  # More drafts than colors could not be told apart.
+  labels = list(dict.fromkeys(draft for _, draft in known))[: len(COLORS)]
   made, (axes,) = figure(title)
   grouped_bars(
     axes,
@@ -587,27 +585,21 @@ PLOTS: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
   "speeds": (speeds, "Above the dotted line, a draft is faster than plain decoding."),
 }
 
-_RUNS = "One line per run, mean of the last 25 requests, restarted at each shift."
+_RUNS = " One line per run, mean of the last 25 requests, restarted at each shift."
+_TIMES = "Decoding only, without waiting for updates; lower is better."
+_GAIN = "Higher is better. Overlap minus that of the same draft, frozen."
+# Title, lower end of the axis, field, field that is subtracted from it, caption.
+_COMPARED = (
+  ("Milliseconds per token", 0.0, "online_ms_per_token", "", _TIMES),
+  ("Tokens per target call", 1.0, "tokens_per_target_call", "", "Higher is better."),
+  ("Overlap", 0.0, "overlap", "", "Higher is better."),
+  ("Overlap gain", 0.0, "overlap", "floor_overlap", _GAIN),
+)
 # As in `PLOTS`; the functions take name of the run -> its rows.
 COMPARED: dict[str, tuple[Callable[[Mapping[str, Sequence[Row]]], Any], str]] = {
-  "compared_milliseconds_per_token": (
-    functools.partial(
-      _compared, "Milliseconds per token", 0.0, "online_ms_per_token", ""
-    ),
-    "Decoding only, without waiting for updates; lower is better. " + _RUNS,
-  ),
-  "compared_tokens_per_target_call": (
-    functools.partial(
-      _compared, "Tokens per target call", 1.0, "tokens_per_target_call", ""
-    ),
-    "Higher is better. " + _RUNS,
-  ),
-  "compared_overlap": (
-    functools.partial(_compared, "Overlap", 0.0, "overlap", ""),
-    "Higher is better. " + _RUNS,
-  ),
-  "compared_overlap_gain": (
-    functools.partial(_compared, "Overlap gain", 0.0, "overlap", "floor_overlap"),
-    "Overlap minus that of the same draft, frozen: what learning gave. " + _RUNS,
-  ),
+  f"compared_{spec[0].lower().replace(' ', '_')}": (
+    functools.partial(_compared, *spec),
+    caption + _RUNS,
+  )
+  for *spec, caption in _COMPARED
 }

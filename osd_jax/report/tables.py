@@ -11,17 +11,16 @@ import rich.box
 import rich.console
 import rich.table
 
-from osd_jax import metrics, runs
-from osd_jax.costs import account as account_lib
-from osd_jax.costs.table import Costs
-from osd_jax.runs import alarms
+from osd_jax.loop import account as account_lib
+from osd_jax.loop import alarms
+from osd_jax.loop import rows as rows_lib
+from osd_jax.loop.rows import Request, Row
 
 WINDOW = 25  # requests of a trailing mean
 EDGE = 50  # requests that "first" and "last" mean
 
-Row = Mapping[str, Any]
 Table = list[dict[str, Any]]
-Segments = Sequence[tuple[str, Sequence[Row]]]
+Segments = Sequence[tuple[str, Sequence[Request]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,72 +46,76 @@ class Summary:
 
 
 def summary(rows: Sequence[Row]) -> Summary:
-  """Summarises a run of any command, chosen by the kinds of its rows."""
-  by_kind: dict[str, list[Row]] = {}
-  for row in rows:
-    by_kind.setdefault(row["kind"], []).append(row)
-  for kind, make in _SUMMARIES.items():
-    if kind in by_kind:
-      return make(by_kind, rows)
-  return Summary("Run", notes=["No measurements yet."])
+  """Summarizes a run of any command, chosen by the classes of its rows."""
+  classes = {type(row) for row in rows}
+  if Request in classes:
+    return _served(rows)
+  if classes & {rows_lib.Evaluation, rows_lib.Step} and rows_lib.Quality not in classes:
+    return _trained(rows)
+  return _measured(rows)
 
 
 # --- Online runs ----------------------------------------------------------------------
 
 
-def _served(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
-  requests = runs.request_rows(rows)
+_MOST_EVENTS = 3  # of each name, the latest
+
+
+def _served(rows: Sequence[Row]) -> Summary:
+  requests = rows_lib.requests(rows)
   segmented = by_segment(requests)
   verdict = account_lib.verdict(rows)
-  details, said = {}, verdict.sentence()
+  details = {}
   if latency := latency_table(requests):
     details["Percentiles of milliseconds per token"] = latency
   account = account_lib.Account.of(rows)
   if account is not None:
     details["Where the time went"] = account.table()
-  if "costs" in by_kind:
-    costs = Costs.from_json(by_kind["costs"][0])
+  for costs in rows_lib.of(rows_lib.Costs, rows)[:1]:
     details["Costs on this machine"] = costs.table()
-  shown = {"sibling": 1, "mesh": 1, "replica": 3}
-  events = [row for kind, most in shown.items() for row in by_kind.get(kind, ())[:most]]
-  events += by_kind.get("unsaved", ())[-1:]
+  events: dict[str, list[str]] = {}
+  for row in rows_lib.of(rows_lib.Event, rows):
+    events.setdefault(row.name, []).append(row.text)
+  texts = [text for named in events.values() for text in named[-_MOST_EVENTS:]]
   return Summary(
     "Online speculative decoding",
-    _headline(requests, verdict, learns="update" in by_kind),
-    [*(row["said"] for row in events), _gate_sentence(by_kind), alarms.sentence(rows)],
+    _headline(requests, verdict, bool(rows_lib.of(rows_lib.Update, rows))),
+    [*texts, _gate_sentence(rows), alarms.sentence(rows)],
     {
       "Agreement per topic": agreement_table(segmented),
       "Speed per topic": speed_table(segmented),
     },
     details,
-    [said] if said else [],
+    [verdict.sentence()],
   )
 
 
-def _gate_sentence(by_kind: Mapping[str, list[Row]]) -> str:
+_DECISIONS = {
+  "promoted": "trained drafts served from request {}",
+  "taken_back": "an earlier draft again from {}",
+  "floor_returned": "the first draft again from {}",
+}
+
+
+def _gate_sentence(rows: Sequence[Row]) -> str:
   """Says what the gate decided; "" if the run had no gate."""
-  if not any("gate_ms" in row for row in by_kind["request"]):
+  if all(row.gate_ms is None for row in rows_lib.of(Request, rows)):
     return ""
-  said = {
-    "promoted": "trained drafts served from request {}",
-    "taken_back": "an earlier draft again from {}",
-    "floor_returned": "the first draft again from {}",
-  }
   parts = [
-    said[row["name"]].format(row["finished"])
-    for row in by_kind.get("gate", ())
-    if row["name"] in said
+    _DECISIONS[row.name].format(row.finished)
+    for row in rows_lib.of(rows_lib.Gate, rows)
+    if row.name in _DECISIONS
   ]
   return f"Gate: {', '.join(parts) or 'the first draft served all requests'}."
 
 
 def _headline(
-  requests: Sequence[Row], verdict: account_lib.Verdict, learns: bool
+  requests: Sequence[Request], verdict: account_lib.Verdict, learns: bool
 ) -> list[Fact]:
   """Returns requests, tokens per call, speed, and the verdict on learning."""
-  topics = list(dict.fromkeys(str(row.get("source", "")) for row in requests))
+  topics = list(dict.fromkeys(row.source for row in requests))
   named = f"{len(topics)} topics ({', '.join(topics[:8])})"
-  tokens = sum(row["output_tokens"] for row in requests)
+  tokens = sum(row.output_tokens for row in requests)
   facts = [
     Fact(
       f"{len(requests):,} requests",
@@ -135,10 +138,10 @@ def _headline(
 def _speed_facts(verdict: account_lib.Verdict, learns: bool) -> list[Fact]:
   served, plain, frozen = verdict.served_ms, verdict.plain_ms, verdict.frozen_ms
   if not (served and plain and frozen):
-    said = (
+    text = (
       "No request was served by plain decoding as well, so no speeds were compared."
     )
-    return [Fact("Not compared", said)]
+    return [Fact("Not compared", text)]
   speed = Fact(
     f"{plain / served:.2f}x plain decoding",
     f"Serving took {served / 1e3:.1f} s, waiting for updates included: plain decoding"
@@ -169,89 +172,95 @@ def _speed_facts(verdict: account_lib.Verdict, learns: bool) -> list[Fact]:
   return [speed, paid]
 
 
-def _per_call(requests: Sequence[Row], name: str) -> float:
+def _per_call(requests: Sequence[Request], name: str) -> float:
   """Tokens per target call, over the requests that have the field; 0 without any."""
-  rows = [row for row in requests if row.get(name)]
-  calls = sum(row["output_tokens"] / row[name] for row in rows)
-  return sum(row["output_tokens"] for row in rows) / calls if calls else 0.0
+  rates = rows_lib.column(requests, name)
+  tokens = rows_lib.column(requests, "output_tokens")[rates > 0]
+  return float(tokens.sum() / (tokens / rates[rates > 0]).sum()) if len(tokens) else 0.0
+
+
+def _mean(requests: Sequence[Request], name: str) -> float | None:
+  """Mean over the requests that have the field; None without any."""
+  values = rows_lib.column(requests, name)
+  values = values[np.isfinite(values)]
+  return _rounded(float(values.mean())) if len(values) else None
 
 
 def agreement_table(segmented: Segments) -> Table:
   """One row per segment: first and last `EDGE` requests, online and frozen."""
-  shown = {
-    f"overlap first {EDGE}": "overlap_first",
-    f"overlap last {EDGE}": "overlap_last",
-    f"frozen last {EDGE}": "floor_overlap_last",
-    f"draft accepted first {EDGE}": "draft_acceptance_first",
-    f"draft accepted last {EDGE}": "draft_acceptance_last",
-  }
-  table = []
-  for label, rows in segmented:
-    found = metrics.segment_summary(list(rows), EDGE)
-    figures = {heading: _rounded(found[name]) for heading, name in shown.items()}
-    table.append({"topic": label, "requests": len(rows), **figures})
-  return table
+  return [
+    {
+      "topic": label,
+      "requests": len(rows),
+      f"overlap first {EDGE}": _mean(rows[:EDGE], "overlap"),
+      f"overlap last {EDGE}": _mean(rows[-EDGE:], "overlap"),
+      f"frozen last {EDGE}": _mean(rows[-EDGE:], "floor_overlap"),
+      f"draft accepted first {EDGE}": _mean(rows[:EDGE], "draft_acceptance_rate"),
+      f"draft accepted last {EDGE}": _mean(rows[-EDGE:], "draft_acceptance_rate"),
+    }
+    for label, rows in segmented
+  ]
 
 
 # Ways of decoding, with the prefix of their fields.
 _WAYS = {"plain": "plain", "frozen": "floor", "online": "online"}
 
 
-def _compared(requests: Sequence[Row]) -> list[Row]:
-  return [row for row in requests if row.get("plain_ms_per_token") is not None]
+def _compared(requests: Sequence[Request]) -> list[Request]:
+  return [row for row in requests if row.plain_ms_per_token is not None]
 
 
 def speed_table(segmented: Segments) -> Table:
   """One row per segment: the same requests served plainly, frozen and online."""
-  table = []
-  for label, rows in segmented:
-    found = metrics.segment_summary(list(rows), EDGE)
-    per_call = _rounded(found["tokens_per_target_call_last"])
-    times = {
-      f"{name} ms/token": _rounded(_ms_per_token(_compared(rows), field))
-      for name, field in _WAYS.items()
+  return [
+    {
+      "topic": label,
+      "tokens per target call": _mean(rows[-EDGE:], "tokens_per_target_call"),
+      **{
+        f"{name} ms/token": _ms_per_token(_compared(rows), field)
+        for name, field in _WAYS.items()
+      },
     }
-    table.append({"topic": label, "tokens per target call": per_call, **times})
-  return table
+    for label, rows in segmented
+  ]
 
 
-def latency_table(requests: Sequence[Row]) -> Table:
+def latency_table(requests: Sequence[Request]) -> Table:
   """Percentiles of ms per token over the compared requests, one row per way."""
   table = []
   for name, field in _WAYS.items():
-    values = runs.column(_compared(requests), f"{field}_ms_per_token")
+    values = rows_lib.column(_compared(requests), f"{field}_ms_per_token")
     values = values[np.isfinite(values)]
     if len(values):
-      found = np.percentile(values, [50, 95, 99])
-      shown = {f"p{p}": _rounded(v) for p, v in zip((50, 95, 99), found)}
-      table.append({"decoding": name, "requests": len(values), **shown})
+      percentiles = {f"p{p}": _rounded(np.percentile(values, p)) for p in (50, 95, 99)}
+      table.append({"decoding": name, "requests": len(values), **percentiles})
   return table
 
 
-def _ms_per_token(rows: Sequence[Row], name: str) -> float:
-  tokens = sum(row["output_tokens"] for row in rows)
+def _ms_per_token(rows: Sequence[Request], name: str) -> float | None:
+  tokens = rows_lib.column(rows, "output_tokens")
   # Weighted with the tokens: the mean of ratios would count short answers too much.
-  spent = sum(row[f"{name}_ms_per_token"] * row["output_tokens"] for row in rows)
-  return spent / tokens if tokens else float("nan")
+  ms = tokens @ rows_lib.column(rows, f"{name}_ms_per_token")
+  return _rounded(float(ms / tokens.sum())) if tokens.any() else None
 
 
 # --- Compared runs --------------------------------------------------------------------
 
 
 def comparison(served: Mapping[str, Sequence[Row]]) -> Summary:
-  """Summarises two or more online runs: the fastest, one row per run, verdicts.
+  """Summarizes two or more online runs: the fastest, one row per run, verdicts.
 
   `served`: name of the run -> rows of its metrics.jsonl.
   """
   table = [_comparison_row(name, rows) for name, rows in served.items()]
   streams = [
-    [(runs.place(row), row.get("source")) for row in runs.request_rows(rows)]
+    [(row.query, row.source) for row in rows_lib.requests(rows)]
     for rows in served.values()
   ]
   verdicts = [
-    f"{name}: {said}"
+    f"{name}: {sentence}"
     for name, rows in served.items()
-    if (said := account_lib.verdict(rows).sentence())
+    if (sentence := account_lib.verdict(rows).sentence())
   ]
   notes = []
   if any(stream != streams[0] for stream in streams):
@@ -284,9 +293,9 @@ _EQUAL = 1.02  # a smaller difference in speed is noise on most machines
 
 
 def _comparison_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-  requests = runs.request_rows(rows)
+  requests = rows_lib.requests(rows)
   account, verdict = account_lib.Account.of(rows), account_lib.verdict(rows)
-  tokens = max(sum(row["output_tokens"] for row in requests), 1)
+  tokens = max(sum(row.output_tokens for row in requests), 1)
   overlap, frozen = _mean(requests, "overlap"), _mean(requests, "floor_overlap")
   gain = None
   if overlap is not None and frozen is not None:
@@ -307,174 +316,120 @@ def _comparison_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
   }
 
 
-def _mean(requests: Sequence[Row], name: str) -> float | None:
-  """Mean over all requests; None unless every request has the field."""
-  values = [row[name] for row in requests if row.get(name) is not None]
-  return round(sum(values) / len(values), 3) if len(values) == len(requests) else None
-
-
 # --- Other commands -------------------------------------------------------------------
 
 
-# Kind of row -> heading of its table.
-_HEADINGS = {
-  "quality": "Target",
-  "draft": "Drafts",
-  "change": "Against {first}",
-  "certificate": "Certificate",
-  "speed": "Speed",
-  "program": "Programs, each on one chip",
-  "memory": "Memory of a chip",
-  "estimate": "Highest speeds, estimated",
-}
+def _measured(rows: Sequence[Row]) -> Summary:
+  """Evaluations, certificates, and what the tools measure: a table for each heading."""
+  by_heading: dict[str, list[Row]] = {}
+  for row in rows:
+    if row.heading:
+      by_heading.setdefault(row.heading, []).append(row)
+  notes = [row.text for row in rows if isinstance(row, rows_lib.Note)]
+  if not by_heading and not notes:
+    return Summary("Run", notes=["No measurements yet."])
+  title = "Evaluation" if "Target" in by_heading else next(iter(by_heading), "Notes")
+  tables = {heading: _shown(of_one) for heading, of_one in by_heading.items()}
+  speeds = sorted(rows_lib.of(rows_lib.Speed, rows), key=lambda row: -row.speed_up)
+  return Summary(title, [_speed_fact(row) for row in speeds[:4]], notes, tables)
 
 
-def _measured(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
-  """Evaluations, certificates, and programs that were compiled for other machines."""
-  title = "Evaluation" if "quality" in by_kind else "Certificate"
-  if {"program", "refused"} & by_kind.keys():
-    title = "Ahead of time"
-  first = by_kind["draft"][0]["draft"] if "draft" in by_kind else ""
-  tables = {
-    heading.format(first=first): _shown(by_kind[kind], signed=kind == "change")
-    for kind, heading in _HEADINGS.items()
-    if kind in by_kind
-  }
-  speeds = sorted(by_kind.get("speed", ()), key=lambda row: -row["speed_up"])
-  facts = [_speed_fact(row) for row in speeds[:4]]
-  return Summary(title, facts, [row["said"] for row in rows if "said" in row], tables)
-
-
-def _speed_fact(row: Row) -> Fact:
-  said = f"{row['draft']}, {row['rows']} row(s) in flight"
-  if row["predicted"] is None:  # the formulas hold for a fixed K only
-    said += ", K adaptive."
+def _speed_fact(row: rows_lib.Speed) -> Fact:
+  text = f"{row.draft}, {row.rows} row(s) in flight"
+  if row.predicted is None:  # the formulas hold for a fixed K only
+    text += ", K adaptive."
   else:
-    said += (
-      f" ({row['predicted']:.2f}x predicted from the measured costs,"
-      f" {row['predicted_paper']:.2f}x by the paper's formula)."
+    text += (
+      f" ({row.predicted:.2f}x predicted from the measured costs,"
+      f" {row.predicted_paper:.2f}x by the paper's formula)."
     )
-  return Fact(f"{row['speed_up']:.2f}x plain decoding", said)
+  return Fact(f"{row.speed_up:.2f}x plain decoding", text)
 
 
-def _trained(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
+def _trained(rows: Sequence[Row]) -> Summary:
   """Offline distillation, which measures overlap, or supervised training."""
-  del rows
-  evaluations = by_kind.get("evaluation", [])
-  measured = [
-    name for row in evaluations[:1] for t in row["tasks"].values() for name in t
-  ]
-  sentences = _loss(by_kind.get("step", []))
-  is_distilled = "distribution_overlap" in measured
+  evaluations = rows_lib.of(rows_lib.Evaluation, rows)
+  steps = rows_lib.of(rows_lib.Step, rows)
+  measures = {name for row in evaluations for t in row.tasks.values() for name in t}
+  is_distilled = "distribution_overlap" in measures
   title = "Offline distillation" if is_distilled else "Supervised training"
   if not evaluations:
-    return Summary(title, notes=sentences)
-  name, said = (
-    ("distribution_overlap", "overlap") if is_distilled else ("exact_match",) * 2
+    return Summary(title, notes=_loss(steps))
+  name, words = ("exact_match", "exact match")
+  if is_distilled:
+    name, words = "distribution_overlap", "overlap"
+  first, last = evaluations[0], evaluations[-1]
+  before, now = (
+    np.mean([task[name] for task in row.tasks.values()]) for row in (first, last)
   )
-  was, now = (
-    np.mean([task[name] for task in row["tasks"].values()])
-    for row in (evaluations[0], evaluations[-1])
-  )
-  said = said.replace("_", " ")
   fact = Fact(
-    f"{now:.2f} {said}",
-    f"On held-out prompts, the {said} went from {was:.2f} at step"
-    f" {evaluations[0]['step']} to {now:.2f} at step {evaluations[-1]['step']}, as a"
-    " mean over tasks.",
+    f"{now:.2f} {words}",
+    f"On held-out prompts, the {words} went from {before:.2f} at step {first.step} to"
+    f" {now:.2f} at step {last.step}, as a mean over tasks.",
   )
   if is_distilled:
-    tables = {"Held-out prompts": _before_and_after(evaluations[0], evaluations[-1])}
+    tables = {"Held-out prompts": _before_and_after(first.tasks, last.tasks)}
     details = {"Overlap over the run": _over_the_run(evaluations, name)}
   else:
     tables = {"Exact match over the run": _over_the_run(evaluations, name)}
     accuracy = _over_the_run(evaluations, "token_accuracy")
     details = {"Token accuracy over the run": accuracy}
-  return Summary(title, [fact], sentences, tables, details)
+  return Summary(title, [fact], _loss(steps), tables, details)
 
 
-def _loss(steps: Sequence[Row]) -> list[str]:
+def _loss(steps: Sequence[rows_lib.Step]) -> list[str]:
   if not steps:
     return []
-  first, last = (row["loss"] or float("nan") for row in (steps[0], steps[-1]))
+  first, last = steps[0], steps[-1]
   return [
-    f"{steps[-1]['step']} steps: loss {first:.4f} in the first {steps[0]['step']},"
-    f" {last:.4f} in the last ones; {steps[-1]['skipped']} steps were skipped because"
+    f"{last.step} steps: loss {first.loss:.4f} in the first {first.step},"
+    f" {last.loss:.4f} in the last ones; {last.skipped} steps were skipped because"
     " they were not finite."
   ]
 
 
-def _before_and_after(before: Row, after: Row) -> Table:
-  was, now = before["tasks"], after["tasks"]
+def _before_and_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+  both = {"overlap": "distribution_overlap", "acceptance": "acceptance_rate"}
   return [
     {
       "task": label,
-      "prompts": now[label]["requests"],
-      "overlap before": _rounded(was[label]["distribution_overlap"]),
-      "overlap after": _rounded(now[label]["distribution_overlap"]),
-      "at most": _rounded(now[label]["distribution_overlap_upper"]),
-      "acceptance before": _rounded(was[label]["acceptance_rate"]),
-      "acceptance after": _rounded(now[label]["acceptance_rate"]),
+      "prompts": scores["requests"],
+      "at most": _rounded(scores["distribution_overlap_upper"]),
+      **{
+        f"{name} {when}": _rounded(tasks[label][field])
+        for name, field in both.items()
+        for when, tasks in (("before", before), ("after", after))
+      },
     }
-    for label in now
+    for label, scores in after.items()
   ]
 
 
-def _over_the_run(evaluations: Sequence[Row], name: str) -> Table:
+def _over_the_run(evaluations: Sequence[rows_lib.Evaluation], name: str) -> Table:
   return [
-    {"step": row["step"], **{t: _rounded(v[name]) for t, v in row["tasks"].items()}}
+    {"step": row.step, **{task: _rounded(v[name]) for task, v in row.tasks.items()}}
     for row in evaluations
   ]
 
 
-def _shown(rows: Sequence[Row], signed: bool = False) -> Table:
-  """Log rows as table rows: rounded, without fields that no row has."""
-  names = [name for name in rows[0] if name not in ("kind", "nonfinite")]
+def _shown(rows: Sequence[Row]) -> Table:
+  """Rows of one class as a table: rounded, without fields that no row has."""
+  names = [
+    name for name in vars(rows[0]) if any(vars(row)[name] is not None for row in rows)
+  ]
 
   def shown(value: Any) -> Any:
     if not isinstance(value, float):
       return value
-    return f"{value:+.3f}" if signed else _rounded(value)
+    return f"{value:+.3f}" if isinstance(rows[0], rows_lib.Change) else _rounded(value)
 
-  names = [name for name in names if any(row.get(name) is not None for row in rows)]
   return [
-    {name.replace("_", " "): shown(row.get(name)) for name in names} for row in rows
+    {name.replace("_", " "): shown(vars(row)[name]) for name in names} for row in rows
   ]
 
 
 def _rounded(value: float | None) -> float | None:
   return None if value is None or np.isnan(value) else round(float(value), 3)
-
-
-def _advised(by_kind: Mapping[str, list[Row]], rows: Sequence[Row]) -> Summary:
-  """What drafters would do on a log."""
-  del rows
-  found = by_kind["advice"]
-  # The figure of a mixture is only an upper bound.
-  best = min(
-    (row for row in found if not row["is_bound"]), key=lambda row: row["ms_per_token"]
-  )
-  fact = Fact(
-    f"{best['over_plain']:.2f}x plain decoding",
-    f"{best['system']}: {best['tokens_per_call']:.2f} tokens per call, estimated from"
-    f" {len(by_kind['replayed'])} answers of the log and the costs on this machine.",
-  )
-  notes = [row["said"] for row in by_kind.get("advice_note", ())]
-  shown = [{k: v for k, v in row.items() if k != "is_bound"} for row in found]
-  return Summary("Advice", [fact], notes, {"Systems": _shown(shown)})
-
-
-# The first kind that a log contains decides, so an online run comes before the steps.
-_SUMMARIES = {
-  "request": _served,
-  "advice": _advised,
-  "quality": _measured,
-  "evaluation": _trained,
-  "step": _trained,
-  "certificate": _measured,
-  "program": _measured,
-  "refused": _measured,
-}
 
 
 # --- Topics of a stream ---------------------------------------------------------------
@@ -489,13 +444,13 @@ class Segment:
   stop: int
 
 
-def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
+def segments(requests: Sequence[Request], min_run: int = 10) -> list[Segment]:
   """Splits the stream where a new source lasts for `min_run` consecutive requests.
 
   A stream that mixes its sources has no such position and is one segment. If no source
   returns after another one, runs may have any length.
   """
-  sources = [str(row.get("source", "")) for row in requests]
+  sources = [row.source for row in requests]
   if not sources:
     return []
   if len(list(itertools.groupby(sources))) == len(set(sources)):
@@ -521,9 +476,9 @@ def segments(requests: Sequence[Row], min_run: int = 10) -> list[Segment]:
   return [Segment(name, start, stop) for (start, name), stop in zip(starts, stops)]
 
 
-def by_segment(requests: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+def by_segment(requests: Sequence[Request]) -> list[tuple[str, list[Request]]]:
   """(source, its requests) of every segment, in the order of the stream."""
-  ordered = sorted(requests, key=runs.place)
+  ordered = rows_lib.requests(requests)
   return [(part.source, ordered[part.start : part.stop]) for part in segments(ordered)]
 
 
@@ -552,17 +507,15 @@ def trailing_mean(
     return np.where(number > 0, (sums[stop] - sums[start]) / number, math.nan)
 
 
-def acceptance_per_position(requests: Sequence[Row]) -> np.ndarray:
+def acceptance_per_position(requests: Sequence[Request]) -> np.ndarray:
   """Share of verifications that accepted the i-th drafted token, [K] float64.
 
-  `accepted_per_position` of a row counts the verifications that accepted position i.
-  Without any counts, the result is empty.
+  Without any verification, the result is empty.
   """
-  rows = [row for row in requests if row.get("accepted_per_position") is not None]
-  calls = sum(row["target_calls"] for row in rows)
+  calls = sum(row.target_calls for row in requests)
   if not calls:
     return np.zeros(0)
-  return np.sum([row["accepted_per_position"] for row in rows], axis=0) / calls
+  return np.sum([row.accepted_per_position for row in requests], axis=0) / calls
 
 
 # --- On a console ---------------------------------------------------------------------
@@ -570,9 +523,7 @@ def acceptance_per_position(requests: Sequence[Row]) -> np.ndarray:
 _PADDING = 2  # characters between two columns
 
 
-def print_table(
-  table: Sequence[Row], console: rich.console.Console, title: str = ""
-) -> None:
+def print_table(table: Table, console: rich.console.Console, title: str = "") -> None:
   """Prints rows with equal keys: text left-aligned, numbers right-aligned.
 
   Numbers are never cut. Columns that do not fit go into another table below, which
@@ -595,7 +546,7 @@ def print_table(
     console.print(shown)
 
 
-def _parts(table: Sequence[Row], width: int) -> list[list[str]]:
+def _parts(table: Table, width: int) -> list[list[str]]:
   """Splits the columns into parts that fit the width; each starts with the text."""
   names = list(table[0])
   leading = list(itertools.takewhile(lambda name: _is_text(table, name), names))
@@ -611,12 +562,12 @@ def _parts(table: Sequence[Row], width: int) -> list[list[str]]:
   return parts
 
 
-def _width(table: Sequence[Row], name: str) -> int:
+def _width(table: Table, name: str) -> int:
   """Minimum width: cells stay on one line, headings may wrap between words."""
   return max(map(len, [*(_cell(row[name]) for row in table), *name.split()]))
 
 
-def _is_text(table: Sequence[Row], name: str) -> bool:
+def _is_text(table: Table, name: str) -> bool:
   texts = [row[name] for row in table if isinstance(row[name], str)]
   return any(not text[:1].isdigit() for text in texts)  # "39.6%" is a number
 

@@ -9,11 +9,8 @@ from osd_jax.runs.directory import RunDirectory, RunResult
 from osd_jax.runs.log import (
   JsonLines,
   MetricsLog,
-  column,
   of_kind,
-  place,
   read,
-  request_rows,
   strict,
 )
 from osd_jax.runs.outputs import check_output, check_space

@@ -17,7 +17,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 import sys
 import threading
 import warnings
@@ -190,28 +189,6 @@ class Checkpointer:
     # With several processes orbax runs collectives, which need the same order on all.
     if jax.process_count() > 1:
       self.wait()
-
-  def rewrite(self, step: int, tree: Any, host: Mapping[str, Any]) -> None:
-    """Saves a step, waits for it, and removes everything else, even a copy of it.
-
-    For rows that must leave the disk: nothing that was saved before is left. A process
-    that is killed meanwhile leaves a complete step, possibly an old one. The step may
-    be the newest one on disk; step 0 holds no rows.
-
-    Raises:
-      InputError: the step cannot be written; older steps are left.
-    """
-    if step in self.steps() and step:
-      # The old copy gets the number before, until the new one is complete.
-      shutil.rmtree(self._directory / str(step - 1), ignore_errors=True)
-      (self._directory / str(step)).rename(self._directory / str(step - 1))
-      self._manager.reload()
-    self.save(step, tree, host)
-    self.wait()
-    for path in self._directory.iterdir():  # also steps that were set aside
-      if path.is_dir() and path.name != str(step):
-        shutil.rmtree(path)
-    self._manager.reload()
 
   def _write(
     self, step: int, latest: int, arrays: Mapping[str, Any], facts: Mapping[str, Any]

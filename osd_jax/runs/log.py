@@ -6,10 +6,11 @@ and a file is cut back to the rows that a checkpoint counted. In metrics.jsonl,
 a float that is not finite becomes null, and `nonfinite` lists the names of such fields.
 """
 
+import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -92,21 +93,28 @@ class MetricsLog(JsonLines):
     super().__init__(path)
     self._events = None if tensorboard is None else _Events(tensorboard)
 
-  def write(self, kind: str, values: Row) -> None:
-    """Appends one row. Arrays and numpy or jax scalars become plain numbers.
+  def write(self, row: Any) -> None:
+    """Appends one row of a class of `loop.rows`.
 
-    Raises TypeError if a value has no JSON form, and as `append`.
+    Arrays and numpy or jax scalars become plain numbers. A field whose default is None
+    is left out while it is None. Raises TypeError if a value has no JSON form, and as
+    `append`.
     """
-    plain, nonfinite = strict(values)
-    listed = {"nonfinite": nonfinite} if nonfinite else {}
-    self.append({"kind": kind, **plain, **listed})
+    fields = {
+      field.name: value
+      for field in dataclasses.fields(row)
+      if (value := getattr(row, field.name)) is not None or field.default is not None
+    }
+    plain, nonfinite = strict(fields)
+    names = {"nonfinite": nonfinite} if nonfinite else {}
+    self.append({"kind": row.kind, **plain, **names})
     if self._events is not None:
-      self._events.write(kind, plain)
+      self._events.write(row.kind, plain)
 
-  def write_rows(self, kind: str, rows: Iterable[Row]) -> None:
-    """Appends several rows of one kind."""
+  def write_all(self, kind: Callable[..., Any], rows: Iterable[Row]) -> None:
+    """Appends a row of a class of `loop.rows` for each mapping of its fields."""
     for row in rows:
-      self.write(kind, row)
+      self.write(kind(**row))
 
   def close(self) -> None:
     """Closes the file and the events."""
@@ -186,22 +194,6 @@ def of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
   return [row for row in rows if row.get("kind") == kind]
 
 
-def request_rows(rows: Iterable[Row]) -> list[Row]:
-  """The request rows in the order of the stream, which is not the order of finish."""
-  return sorted(of_kind(rows, "request"), key=place)
-
-
-def place(row: Row) -> int:
-  """A request's position in the stream."""
-  return row.get("query", row["index"])
-
-
-def column(rows: Sequence[Row], name: str) -> np.ndarray:
-  """One field as [n] float64; NaN where a row has no value."""
-  values = (row.get(name) for row in rows)
-  return np.array([math.nan if v is None else float(v) for v in values], np.float64)
-
-
 # --- Strict JSON ----------------------------------------------------------------------
 
 
@@ -223,6 +215,8 @@ def strict(values: Row) -> tuple[dict[str, Any], list[str]]:
     if isinstance(value, float) and not math.isfinite(value):
       nonfinite.append(name)
       return None
+    if dataclasses.is_dataclass(value):
+      value = vars(value)
     if isinstance(value, Mapping):
       return {key: plain(one, f"{name}.{key}") for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -12,6 +12,7 @@ import jax
 from osd_jax import base, certificate, online, pairs, runs, session
 from osd_jax.report import progress
 from osd_tools import chips
+from osd_tools import rows as tool_rows
 from osd_tools.ahead_of_time import estimates
 from osd_tools.ahead_of_time import plan as plan_lib
 from osd_tools.ahead_of_time import programs as programs_lib
@@ -67,12 +68,12 @@ def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
         bar.update(task, description=name)
         try:
           made[name] = programs_lib.compiled(plan, program)
-          log.write("program", {"program": name, **made[name].row()})
+          log.write(tool_rows.Program(program=name, **vars(made[name])))
         except programs_lib.RefusedError as error:
-          log.write("refused", {"program": name, "said": f"{name} {error}"})
+          log.write(tool_rows.Refused(program=name, text=f"{name} {error}"))
         bar.advance(task)
-      for kind, rows in estimates.conclusions(plan, made).items():
-        log.write_rows(kind, rows)
+      for row in estimates.conclusions(plan, made):
+        log.write(row)
     return certificate.Certificate(), ""
 
   return session.run(config, operative_config, config.run.learning.seed, body)

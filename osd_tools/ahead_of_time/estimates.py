@@ -8,6 +8,8 @@ import numpy as np
 
 from osd_jax import pairs
 from osd_jax.costs.table import RoundCosts, expected_tokens
+from osd_jax.loop import rows as rows_lib
+from osd_tools import rows as tool_rows
 from osd_tools.ahead_of_time.plan import Plan
 from osd_tools.ahead_of_time.programs import Made
 
@@ -36,29 +38,27 @@ _NOTE = (
 
 def conclusions(
   plan: Plan, made: Mapping[str, Made], answers: Answers = ANSWERS
-) -> dict[str, list[dict[str, Any]]]:
-  """Returns records on memory and on estimated speed, by kind."""
+) -> list[rows_lib.Row]:
+  """Returns rows on memory and on estimated speed."""
   held = plan.memory()
   # Programs run one after another, so only the largest temporaries count.
   largest = max((program.temporaries_gb for program in made.values()), default=0.0)
   held["temporaries"] = largest
   limit = plan.topology.chip.memory / 1e9
-  rows = [{"what": name, "gigabytes_a_chip": size} for name, size in held.items()]
   total = sum(held.values())
-  advised = advice(plan, held)
-  said = f"It needs {total:.2f} GB of a chip's {limit:.0f} GB."
-  if advised:
-    said = (
+  setting = advice(plan, held)
+  text = f"It needs {total:.2f} GB of a chip's {limit:.0f} GB."
+  if setting:
+    text = (
       f"It does not fit: {total - limit:.2f} GB more than a chip's {limit:.0f} GB;"
-      f" {advised}."
+      f" {setting}."
     )
-  summary = {"needed_gb": total, "memory_gb": limit, "advice": advised, "said": said}
-  return {
-    "memory": rows,
-    "fits": [summary],
-    "estimate": list(estimates(plan, made, answers)),
-    "note": [{"said": _NOTE}],
-  }
+  return [
+    *(tool_rows.Memory(what=name, gigabytes_a_chip=gb) for name, gb in held.items()),
+    tool_rows.Fits(needed_gb=total, memory_gb=limit, advice=setting, text=text),
+    *(tool_rows.Estimate(**row) for row in estimates(plan, made, answers)),
+    rows_lib.Note(text=_NOTE),
+  ]
 
 
 def advice(plan: Plan, held: Mapping[str, float]) -> str:

@@ -1,6 +1,5 @@
 """Compiles the programs of a run and counts what the compiled code contains."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from osd_jax.engine import steps
 from osd_jax.engine.steps import PromptBatch
 from osd_tools import hlo
 from osd_tools.ahead_of_time.plan import Plan, bytes_of
+from osd_tools.rows import Made
 
 KERNELS = ("fusion", "custom-call", "convolution", "dot", "reduce", "sort", "scatter")
 
@@ -37,51 +37,6 @@ class Lowering(NamedTuple):
   depth: int = 0
   untouched: Any = None
   chips: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Made:
-  """Counts of a compiled program, per round or, outside of rounds, per call.
-
-  All rows are greedy: operations that only sampled rows need are not counted.
-
-  Attributes:
-    compile_s: seconds of compilation.
-    kernels: kernels outside of inner loops.
-    inner_loops: number of inner loops.
-    copies: blocking copies.
-    sorts: sorts, including inner loops.
-    collectives: collectives outside of inner loops.
-    inner_collectives: collectives in inner loops, that is, in drafting.
-    moved_mb: megabytes that collectives return on one chip, one iteration per loop.
-    foreign_calls: calls of code that XLA did not generate.
-    arguments_gb: gigabytes of the arguments on one chip.
-    temporaries_gb: gigabytes of temporaries on one chip.
-    in_place_gb: gigabytes of arguments that are updated in place.
-    read_again: bytes accessed according to XLA, divided by bytes of the arguments.
-    least_ms: estimated lower bound from the chip's published figures.
-    cycles: estimate of a TPU's compiler outside of inner loops; None on others.
-  """
-
-  compile_s: float
-  kernels: int
-  inner_loops: int
-  copies: int
-  sorts: int
-  collectives: int
-  inner_collectives: int
-  moved_mb: float
-  foreign_calls: int
-  arguments_gb: float
-  temporaries_gb: float
-  in_place_gb: float
-  read_again: float | None
-  least_ms: float | None
-  cycles: int | None
-
-  def row(self) -> dict[str, Any]:
-    """Returns the fields of a record in metrics.jsonl."""
-    return dataclasses.asdict(self)
 
 
 def programs(plan: Plan) -> dict[str, Lowering]:

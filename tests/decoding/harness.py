@@ -111,7 +111,7 @@ def settings_of(
     else jnp.asarray(seed, jnp.uint32),
     max_length=full(max_length, np.int32),
     speculative=full(speculative, np.bool_),
-    owner=jnp.zeros((rows, 2), jnp.uint32),
+    cache_salt=jnp.zeros((rows, 2), jnp.uint32),
   )
 
 

@@ -26,21 +26,21 @@ def padded(tokens, length, front=False):
   return np.asarray(fill + list(tokens) if front else list(tokens) + fill, np.int32)
 
 
-def table_of(texts, size=1 << 18, owners=None):
+def table_of(texts, size=1 << 18, salts=None):
   """A table that has absorbed (context, answer) pairs."""
   table = ngrams.empty(size)
   for number, (context, answer) in enumerate(texts):
     context = padded(context, ngrams.CONTEXT, front=True)
     answer, length = np.maximum(padded(answer, 32), 0), np.int32(len(answer))
-    owner = ngrams.NOBODY if owners is None else np.asarray(owners[number], np.uint32)
-    table = INSERT(table, context, answer, length, owner)
+    salt = ngrams.NO_SALT if salts is None else np.asarray(salts[number], np.uint32)
+    table = INSERT(table, context, answer, length, salt)
   return table
 
 
-def look_up(table, text, owner=ngrams.NOBODY):
+def look_up(table, text, salt=ngrams.NO_SALT):
   """The vote after one text: (token, order, votes, total)."""
   ends = np.asarray([[len(text)]], np.int32)
-  vote = LOOK_UP(table, padded(text, 48)[None], ends, np.asarray(owner)[None])
+  vote = LOOK_UP(table, padded(text, 48)[None], ends, np.asarray(salt)[None])
   return tuple(int(x[0, 0]) for x in jax.tree.leaves(vote))
 
 
@@ -69,19 +69,19 @@ def expected(texts, text):
   return 0, collections.Counter()
 
 
-OWNERS = [(0, 0), (5, 7), (5, 8), (6, 7)]  # some share one half
+SALTS = [(0, 0), (5, 7), (5, 8), (6, 7)]  # some share one half
 
 
-def test_each_owner_finds_what_it_would_find_alone():
+def test_each_salt_finds_what_it_would_find_alone():
   rng = np.random.default_rng(2)
   texts = [(random_text(rng, 0, 9), random_text(rng, 1, 30)) for _ in range(20)]
-  owners = [OWNERS[rng.integers(len(OWNERS))] for _ in texts]
-  together, differs = table_of(texts, owners=owners), 0
+  salts = [SALTS[rng.integers(len(SALTS))] for _ in texts]
+  together, differs = table_of(texts, salts=salts), 0
   for _ in range(20):
     text = random_text(rng, 1, 40)
-    for owner in OWNERS:
-      theirs = [pair for pair, name in zip(texts, owners, strict=True) if name == owner]
-      found = look_up(together, text, np.asarray(owner, np.uint32))
+    for salt in SALTS:
+      theirs = [pair for pair, name in zip(texts, salts, strict=True) if name == salt]
+      found = look_up(together, text, np.asarray(salt, np.uint32))
       longest, counts = expected(theirs, text)
       assert found[1] == longest and counts[found[0]] == found[2]
       assert found[3] == counts.total()
@@ -89,35 +89,35 @@ def test_each_owner_finds_what_it_would_find_alone():
   assert differs  # control: in a shared table they find more
 
 
-def test_colliding_hashes_of_owners_are_never_named():
-  """Few buckets: the entries of one owner are candidates of the other's lookups."""
+def test_colliding_hashes_of_salts_are_never_named():
+  """Few buckets: the entries of one salt are candidates of the other's lookups."""
   other, text = np.asarray([1, 2], np.uint32), [1, 2]
   table = table_of([([], [1, 2, 3, 4, 5])], 256, [tuple(other)])
   assert look_up(table, text, other)[:2] == (3, 2)
   window = jnp.asarray(padded(text, ngrams.CONTEXT, front=True))
-  owners = np.stack([np.arange(500), np.arange(500) % 7], axis=1).astype(np.uint32)
+  salts = np.stack([np.arange(500), np.arange(500) % 7], axis=1).astype(np.uint32)
   hashed = functools.partial(ngrams._bucket, order=2, buckets=table.counts.shape[1])
-  found = hashed(jnp.tile(window, (500, 1)), owner=owners)
-  is_same = np.array(found == hashed(window, owner=other))
-  is_same &= np.any(owners != other, axis=1)
+  found = hashed(jnp.tile(window, (500, 1)), salt=salts)
+  is_same = np.array(found == hashed(window, salt=other))
+  is_same &= np.any(salts != other, axis=1)
   assert is_same.sum() > 3  # of 64 buckets
-  for owner in owners[is_same]:
-    assert look_up(table, text, owner)[1] == 0
+  for salt in salts[is_same]:
+    assert look_up(table, text, salt)[1] == 0
 
 
-def test_owner_does_not_push_out_the_same_ngram_of_another():
+def test_salt_does_not_push_out_the_same_ngram_of_another():
   """Otherwise a slow answer would tell that somebody else asked the same."""
   mine, other = (4, 4), (9, 9)
   texts = [([], [1, 2])] + [([], [1, 3])] * 3 * ngrams.WAYS
   shared = look_up(table_of(texts), [1])
-  apart = table_of(texts, owners=[mine] + [other] * 3 * ngrams.WAYS)
+  apart = table_of(texts, salts=[mine] + [other] * 3 * ngrams.WAYS)
   assert shared == (3, 1, ngrams.WAYS, ngrams.WAYS)
   assert look_up(apart, [1], np.asarray(mine, np.uint32)) == (2, 1, 1, 1)
 
 
-def test_own_prompt_is_looked_up_whatever_the_owner():
-  owner = np.asarray([3, 4], np.uint32)
-  assert look_up(ngrams.empty(256), [3, 4, 5, 1, 3, 4], owner)[:2] == (5, 2)
+def test_own_prompt_is_looked_up_whatever_the_salt():
+  salt = np.asarray([3, 4], np.uint32)
+  assert look_up(ngrams.empty(256), [3, 4, 5, 1, 3, 4], salt)[:2] == (5, 2)
 
 
 def random_text(rng, least, most):

@@ -276,7 +276,7 @@ def test_make_settings_fills_every_row():
     ("seed", -1),
     ("seed", 2**32),
     ("max_length", 0),
-    ("owner", 2**64),
+    ("cache_salt", 2**64),
   ],
 )
 def test_sampling_value_out_of_range_is_named(field, value):

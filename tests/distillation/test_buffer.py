@@ -21,8 +21,7 @@ EXAMPLES = hypothesis.settings(
   max_examples=40, deadline=None, derandomize=True, database=None
 )
 append = jax.jit(replay.append)
-draw_ages = jax.jit(replay._draw, static_argnums=(3, 4))
-erase = jax.jit(replay.erase, donate_argnums=0)
+draw_ages = jax.jit(replay._draw, static_argnums=(2, 3, 4))
 sample = jax.jit(replay.sample, static_argnums=(2, 3, 4))
 
 # Rows of weight 0 are padding of a batch; they must not be stored or sampled.
@@ -121,20 +120,6 @@ def test_sample_has_distinct_new_rows_and_distinct_replayed_rows(history, data, 
     assert result <= {(value, weight) for _, value, weight in allowed}
 
 
-@pytest.mark.parametrize("gone", [(), (0, 3), (1, 2, 4), range(CAPACITY)])
-def test_erased_rows_are_never_drawn_and_leave_room_for_others(gone):
-  ring = filled_with(CAPACITY, CAPACITY + 2)  # slots 0..4 hold 6, 7, 3, 4, 5
-  is_kept = np.isin(np.arange(CAPACITY), gone, invert=True)
-  remaining = np.asarray([6, 7, 3, 4, 5])[is_kept]
-  ring = erase(ring, is_kept)
-  assert sorted(set(ring.data.target.ravel().tolist()) - {0}) == sorted(remaining)
-  for seed in range(20):
-    rows = sample(ring, jax.random.key(seed), NEW, REPLAY, CONFIG, 5)  # new: 6 and 7
-    sampled = rows.source[:, 0][np.asarray(rows.weight) > 0].tolist()
-    assert set(sampled) <= set(remaining)
-    assert len(sampled) == min(NEW, sum(remaining > 5)) + min(REPLAY, len(remaining))
-
-
 @pytest.mark.parametrize(
   "fault",
   [
@@ -205,8 +190,7 @@ def test_replayed_rows_are_drawn_without_replacement(half_life):
   size, count, draws = 6, 4, 40_000
   fading = -np.log(2.0) / half_life
   keys = jax.random.split(jax.random.key(6), draws)
-  is_kept = jnp.ones(size, bool)
-  draw = lambda key: replay._draw(key, jnp.int32(size), is_kept, fading, count)
+  draw = lambda key: replay._draw(key, jnp.int32(size), size, fading, count)
   ages = jax.jit(jax.vmap(draw))(keys)
   weights = 2.0 ** (-np.arange(size) / half_life)
   law = without_replacement(weights / weights.sum(), count)
@@ -249,10 +233,7 @@ def test_new_and_replayed_rows_use_independent_noise():
 )
 def test_drawn_ages_are_distinct_for_any_size_and_half_life(size, half_life, seed):
   fading = 0.0 if half_life is None else -np.log(2.0) / half_life
-  is_kept = jnp.ones(40, bool)
-  ages = np.asarray(
-    draw_ages(jax.random.key(seed), jnp.int32(size), is_kept, fading, 16)
-  )
+  ages = np.asarray(draw_ages(jax.random.key(seed), jnp.int32(size), 40, fading, 16))
   present = ages[ages < size]
   assert len(set(present)) == len(present) == min(size, 16)
   assert (ages >= 0).all()

@@ -561,36 +561,19 @@ def test_failed_interleaved_slice_runs_again(interleaved, monkeypatch):
 
 
 def kept_rows(made):
-  """First prompt tokens of the buffered rows that were not erased."""
+  """First prompt tokens of the buffered rows."""
   data = made.state()[0]["buffer"].data
   sources = np.asarray(data.source)[np.asarray(data.weight) > 0]
   return sorted(map(tuple, sources.tolist()))
 
 
-def test_forgotten_requests_leave_the_buffer_and_no_others(learner_of):
-  """Sixteen of twenty rows are in the ring, and some of them have no tag."""
-  one, other = learner_of(update_interval=100), learner_of(update_interval=100)
-  one.seed([row(100)])
-  for number in range(20):
-    tag = {"number": number} if number % 4 else None
-    one.observe(row(number), 0.5, tag=tag)
-  arrays, host = one.state()
-  other.restore(jax.tree.map(jnp.copy, arrays), json.loads(json.dumps(host)))
-  rows = [n for n in range(4, 20) if n % 4 == 0 or n % 3]
-  for each in (one, other):
-    each.forget(lambda tag: tag["number"] % 3 == 0)
-    sources = [tuple(np.asarray(row(n).source[0]).tolist()) for n in rows]
-    assert kept_rows(each) == sorted(sources)
-    assert [tag["number"] for tag in each.tags] == [n for n in rows if n % 4]
-
-
 def test_state_without_rows_restores_the_draft_alone(learner_of):
   one, other = learner_of(), learner_of()
   for number in range(2 * INTERVAL + 1):  # an update is in progress
-    one.observe(row(number), 0.5, tag={"number": number})
+    one.observe(row(number), 0.5)
   arrays, host = one.state(has_rows=False)
   assert one.runner.busy and arrays["pending"] is None
-  assert "buffer" not in arrays and not host["tags"]
+  assert "buffer" not in arrays
   shapes = jax.tree.map(jnp.shape, other.structure(host))
   assert shapes == jax.tree.map(jnp.shape, arrays)
   other.restore(arrays, json.loads(json.dumps(host)))

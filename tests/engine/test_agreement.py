@@ -190,7 +190,7 @@ def settings_of():
     seed=jnp.zeros(ROWS, jnp.uint32),
     max_length=jnp.full(ROWS, LAW_LENGTH, jnp.int32),
     speculative=jnp.ones(ROWS, bool),
-    owner=jnp.zeros((ROWS, 2), jnp.uint32),
+    cache_salt=jnp.zeros((ROWS, 2), jnp.uint32),
   )
 
 

@@ -16,7 +16,7 @@ from osd_jax.costs import table
 from osd_jax.decoding import ngrams
 from osd_jax.engine import controller, engine
 
-SIZE = 1 << 14  # so large that owners rarely push out entries of each other
+SIZE = 1 << 14  # so large that salts rarely push out entries of each other
 needs_devices = pytest.mark.skipif(
   len(jax.devices()) < 4, reason="conftest.py fakes four devices"
 )
@@ -161,9 +161,9 @@ def alone():
   )
 
 
-def owned(owner, seed=0):
+def salted(salt, seed=0):
   requests = cases.greedy_requests(seed)
-  return [dataclasses.replace(request, owner=owner) for request in requests]
+  return [dataclasses.replace(request, cache_salt=salt) for request in requests]
 
 
 def each_call(finished):
@@ -171,35 +171,35 @@ def each_call(finished):
 
 
 @pytest.mark.parametrize("made", [alone, cached])
-def test_answers_of_another_owner_save_no_call(made):
-  """The scores of the mixture are set back: they are shared by all owners."""
+def test_answers_of_another_salt_save_no_call(made):
+  """The scores of the mixture are set back: they are shared by all salts."""
   decoder, first = made(), (2**40 + 1, 2**40 + 2, 1, 0)
-  cold = each_call(decoder.run(owned(first[0])))
-  for owner in first[1:]:
+  cold = each_call(decoder.run(salted(first[0])))
+  for salt in first[1:]:
     scores = decoder.spec.drafter.memory()
     decoder._serve_memory(scores.replace(table=decoder.memory.table))
-    found = decoder.run(owned(owner))
+    found = decoder.run(salted(salt))
     assert each_call(found) == cold and cases.texts(found) == cases.expected()
   # Control: each of them finds its own answers.
-  for owner in first:
-    assert sum(each_call(decoder.run(owned(owner)))) < sum(cold)
+  for salt in first:
+    assert sum(each_call(decoder.run(salted(salt)))) < sum(cold)
 
 
-def test_owners_compile_nothing():
+def test_salts_compile_nothing():
   decoder = cached()
   decoder.run(cases.greedy_requests())
   with Compilations() as compilations:
-    for owner in (1, 2**63, 0):
-      decoder.run(owned(owner))
+    for salt in (1, 2**63, 0):
+      decoder.run(salted(salt))
   assert compilations.count == 0
 
 
-def test_answers_of_another_engine_keep_their_owner():
+def test_answers_of_another_engine_keep_their_salt():
   one, other = alone(), alone()
-  one.run(owned(5), on_finished=other.absorb)
-  cold = each_call(alone().run(owned(6)))
-  assert each_call(other.run(owned(6))) == cold
-  assert sum(each_call(other.run(owned(5)))) < sum(cold)
+  one.run(salted(5), on_finished=other.absorb)
+  cold = each_call(alone().run(salted(6)))
+  assert each_call(other.run(salted(6))) == cold
+  assert sum(each_call(other.run(salted(5)))) < sum(cold)
 
 
 def test_cache_alone_is_a_draft_model():

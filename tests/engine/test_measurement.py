@@ -165,7 +165,7 @@ def test_resumed_run_keeps_its_measured_costs(pair, tmp_path, monkeypatch):
   monkeypatch.setattr(measurement, "measure", lambda *_: measured)
   config = worth_config(pair, tmp_path / "run", warm_start=None)
   with runs.RunDirectory.start(config.run_directory, config) as directory:
-    loop = online.OnlineLoop(config, directory)
+    loop = online.begin(config, directory)
     while loop.finished < 1:
       loop.step()
     loop.checkpoint()
@@ -173,7 +173,7 @@ def test_resumed_run_keeps_its_measured_costs(pair, tmp_path, monkeypatch):
     loop.server.close()
   monkeypatch.setattr(measurement, "measure", lambda *_: pytest.fail("measured again"))
   with runs.RunDirectory.start(config.run_directory, config) as directory:
-    again = online.OnlineLoop(config, directory)
+    again = online.begin(config, directory)
     assert again.server.learner.costs == measured
     again.server.close()
   rows = list(runs.read(tmp_path / "run" / "metrics.jsonl"))

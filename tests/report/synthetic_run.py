@@ -1,19 +1,21 @@
 """Rows of an invented run: an online draft learns four topics, one after another."""
 
 import math
-from typing import Any
 
+import made_rows
 import numpy as np
+
+from osd_jax.loop import rows as rows_lib
 
 TOPICS = ("maths", "sql", "python", "finance")
 NUM_DRAFT_TOKENS = 7
 
 
-def rows(requests: int = 800, seed: int = 0) -> list[dict[str, Any]]:
-  """Returns the rows of one run in the format of metrics.jsonl."""
+def rows(requests: int = 800, seed: int = 0) -> list[rows_lib.Row]:
+  """Returns the rows of one run."""
   rng = np.random.default_rng(seed)
   per_topic = requests // len(TOPICS)
-  made: list[dict[str, Any]] = []
+  made: list[rows_lib.Row] = []
   for index in range(requests):
     topic = min(index // per_topic, len(TOPICS) - 1)
     floor = (0.78, 0.55, 0.75, 0.5)[topic]
@@ -23,7 +25,7 @@ def rows(requests: int = 800, seed: int = 0) -> list[dict[str, Any]]:
     made.append(_request(rng, index, TOPICS[topic], floor, online, paused))
     if index % 8 == 7 and not paused:
       made.append(_update(rng, index + 1, 1.8 * math.exp(-seen / 40)))
-  made.append({"kind": "summary", "requests": requests, "wall_seconds": 212.0})
+  made.append(rows_lib.Summary(wall_seconds=212.0))
   return made
 
 
@@ -34,7 +36,7 @@ def _request(
   floor: float,
   online: float,
   paused: bool,
-) -> dict[str, Any]:
+) -> rows_lib.Request:
   # Most of the noise comes from the request, so both drafts share it.
   noise = rng.normal(0, 0.13) + rng.normal(0, 0.04, 2)
   noisy = np.clip(np.array([floor, online]) + noise, 0, 1)
@@ -44,9 +46,6 @@ def _request(
   ]
   tokens = calls + sum(accepted)
   row = {
-    "kind": "request",
-    "index": index,
-    "query": index,
     "source": source,
     "paused": paused,
     "target_calls": calls,
@@ -74,19 +73,16 @@ def _request(
     }
   if index == 0:
     row["online_ms_per_token"] = 90.0  # an outlier, as from a compilation
-  return row
+  return made_rows.request(index, **row)
 
 
-def _update(rng: np.random.Generator, finished: int, loss: float) -> dict[str, Any]:
+def _update(rng: np.random.Generator, finished: int, loss: float) -> rows_lib.Update:
   skipped = finished == 416
-  return {
-    "kind": "update",
-    "finished": finished,
-    "version": finished // 8,
-    "loss": None if skipped else 0.3 + loss * rng.gamma(20, 0.05),
-    "grad_norm": 1.0,
-    "steps": 2,
-    "update_ms": 180.0 + rng.gamma(2, 10),
-    "wait_ms": rng.gamma(1, 4),
-    "skipped": int(skipped),
-  }
+  return made_rows.update(
+    finished,
+    version=finished // 8,
+    loss=math.nan if skipped else 0.3 + loss * rng.gamma(20, 0.05),
+    update_ms=180.0 + rng.gamma(2, 10),
+    wait_ms=rng.gamma(1, 4),
+    skipped=int(skipped),
+  )

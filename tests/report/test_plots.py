@@ -1,14 +1,17 @@
 """Plots show the values of the rows, and omit values that were not measured."""
 
+import dataclasses
 import re
 import subprocess
 import sys
 from xml.etree import ElementTree
 
+import made_rows
 import numpy as np
 import pytest
 from report import synthetic_run
 
+from osd_jax.loop import rows as rows_lib
 from osd_jax.report import plots
 
 pytest.importorskip("matplotlib", reason="the extra [plots] is not installed")
@@ -30,7 +33,7 @@ def lines(axes):
 
 
 def requests(rows):
-  return [row for row in rows if row["kind"] == "request"]
+  return rows_lib.of(rows_lib.Request, rows)
 
 
 def test_full_run_gives_svgs_that_are_readable_on_a_phone(tmp_path):
@@ -58,7 +61,7 @@ def test_overlap_plot_shows_trailing_means_and_shifts():
   rows = synthetic_run.rows(120)
   axes = plots.overlap(rows).axes[0]
   for name, field in (("online draft", "overlap"), ("frozen draft", "floor_overlap")):
-    values = [row[field] for row in requests(rows)]
+    values = [getattr(row, field) for row in requests(rows)]
     assert lines(axes)[name].get_ydata()[-1] == pytest.approx(np.mean(values[-25:]))
   marks = [line for line in axes.get_lines() if len(set(line.get_xdata())) == 1]
   # Each of the four topics has 30 of the 120 requests.
@@ -69,7 +72,7 @@ def test_overlap_plot_shows_trailing_means_and_shifts():
 def test_trailing_mean_restarts_at_a_shift():
   """The trailing mean restarts, so the last topic does not affect the next one."""
   rows = [
-    {"kind": "request", "index": i, "source": "ab"[i >= 40], "overlap": level}
+    made_rows.request(i, source="ab"[i >= 40], overlap=level)
     for i, level in enumerate([0.9] * 40 + [0.3] * 40)
   ]
   means = lines(plots.overlap(rows).axes[0])["online draft"].get_ydata()
@@ -92,7 +95,7 @@ def test_pauses_are_shaded_and_interrupt_the_loss_line():
   for span in spans:
     left, right = span.get_x(), span.get_x() + span.get_width()
     assert not np.any((x[:-1] < left) & (x[1:] > right))
-  without = [{**row, "paused": False} for row in rows]
+  without = [dataclasses.replace(row, paused=False) for row in requests(rows)]
   assert not plots.overlap(without).axes[0].patches
 
 
@@ -103,15 +106,15 @@ def test_every_topic_has_its_own_panel():
 
 
 TRAINED = [
-  {"kind": "step", "step": 20, "loss": 2.0, "skipped": 0},
-  {"kind": "step", "step": 40, "loss": None, "skipped": 1},
-  {"kind": "evaluation", "step": 0, "tasks": {"sql": {"exact_match": 0.1}}},
-  {"kind": "evaluation", "step": 40, "tasks": {"sql": {"exact_match": 0.4}}},
+  rows_lib.Step(step=20, loss=2.0, skipped=0),
+  rows_lib.Step(step=40, loss=np.nan, skipped=1),
+  rows_lib.Evaluation(step=0, tasks={"sql": {"exact_match": 0.1}}),
+  rows_lib.Evaluation(step=40, tasks={"sql": {"exact_match": 0.4}}),
 ]
 MEASURED = [
-  {"kind": "draft", "task": "sql", "draft": "first", "distribution_overlap": 0.4},
-  {"kind": "draft", "task": "sql", "draft": "new", "distribution_overlap": 0.6},
-  {"kind": "speed", "rows": 1, "draft": "first", "speed_up": 1.2},
+  made_rows.draft("first", 0.4),
+  made_rows.draft("new", 0.6),
+  made_rows.speed(),
 ]
 
 
@@ -147,10 +150,11 @@ def test_comparison_draws_every_run_and_marks_the_topics(tmp_path):
 
 
 def test_unmeasured_values_are_not_drawn(tmp_path):
-  rows = [
-    {"kind": "request", "index": i, "source": "a", "overlap": 0.5} for i in range(3)
-  ]
-  assert names(plots.draw_plots(rows, tmp_path)[0]) == ["distribution_overlap"]
+  rows = [made_rows.request(i) for i in range(3)]
+  drawn = names(plots.draw_plots(rows, tmp_path)[0])
+  assert "distribution_overlap" in drawn and not {"time_saved", "update_loss"} & {
+    *drawn
+  }
   assert legend(plots.overlap(rows).axes[0]) == ["online draft"]
 
 
@@ -169,25 +173,23 @@ def test_skipped_updates_are_marked():
 
 
 def test_saved_time_is_drawn_against_both_rivals():
-  rows = synthetic_run.rows(120)
-  for row in requests(rows):
-    row["saved_plain_seconds"] = 2 * row["saved_seconds"]
+  rows = [
+    dataclasses.replace(row, saved_plain_seconds=2 * row.saved_seconds)
+    for row in requests(synthetic_run.rows(120))
+  ]
   found = lines(plots.saved(rows).axes[0])
   frozen, plain = (
     found[f"against {rival}"].get_ydata()
     for rival in ("the frozen draft", "plain decoding")
   )
-  assert frozen.tolist() == [row["saved_seconds"] for row in requests(rows)]
+  assert frozen.tolist() == [row.saved_seconds for row in rows]
   assert (plain == 2 * frozen).all()
-  unpriced = [{**row, "saved_seconds": None} for row in rows]
+  unpriced = [dataclasses.replace(row, saved_seconds=None) for row in rows]
   assert plots.saved(unpriced) is None
 
 
 def test_long_topic_names_are_shortened_to_their_segment():
-  rows = [
-    {"kind": "request", "index": i, "source": f"a long name {i // 10}", "overlap": 0.5}
-    for i in range(80)
-  ]
+  rows = [made_rows.request(i, source=f"a long name {i // 10}") for i in range(80)]
   shown = [text.get_text() for text in plots.overlap(rows).axes[0].texts]
   assert len(shown) == 8 and all(text.endswith("…") for text in shown)
 

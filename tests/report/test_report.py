@@ -210,7 +210,7 @@ def served(tmp_path):
     run = RunDirectory.start(path)
     with MetricsLog(run.metrics_path) as log:
       for row in synthetic_run.rows(160, seed):
-        log.write(row["kind"], {k: v for k, v in row.items() if k != "kind"})
+        log.write(row)
     with JsonLines(run.outputs_path) as log:
       row = {"index": 0, "query": 0, "task": "python", "prompt": "x" * 300}
       row |= {"text": ANSWER, "stop_reason": "EOS", "tokens": 30}

@@ -1,14 +1,15 @@
 """Segments, trailing means and acceptance by position, on streams with known values."""
 
+import made_rows
 import numpy as np
 import pytest
 
-from osd_jax import runs
+from osd_jax.loop import rows as rows_lib
 from osd_jax.report import tables
 
 
 def _requests(sources):
-  return [{"kind": "request", "index": i, "source": s} for i, s in enumerate(sources)]
+  return [made_rows.request(i, source=s) for i, s in enumerate(sources)]
 
 
 def test_trailing_mean_averages_the_measured_values_of_the_window():
@@ -48,9 +49,8 @@ def test_segments_start_where_a_source_lasts(sources, expected):
 
 def test_acceptance_per_position_is_relative_to_target_calls():
   rows = [
-    {"accepted_per_position": [4, 2], "target_calls": 4},
-    {"accepted_per_position": [3, 0], "target_calls": 6},
-    {"output_tokens": 5},
+    made_rows.request(accepted_per_position=[4, 2], target_calls=4),
+    made_rows.request(accepted_per_position=[3, 0], target_calls=6),
   ]
   np.testing.assert_allclose(tables.acceptance_per_position(rows), [0.7, 0.2])
   assert tables.acceptance_per_position(rows[2:]).size == 0
@@ -65,12 +65,12 @@ def test_trailing_mean_restarts_at_given_starts():
 
 def test_requests_are_sorted_by_stream_order():
   rows = [
-    {"kind": "request", "index": i, "query": q, "source": s}
+    made_rows.request(i, query=q, source=s)
     for i, (q, s) in enumerate([(0, "a"), (2, "b"), (1, "a"), (3, "b")])
   ]
-  assert [row["query"] for row in runs.request_rows(rows)] == [0, 1, 2, 3]
+  assert [row.query for row in rows_lib.requests(rows)] == [0, 1, 2, 3]
   parts = tables.by_segment(list(reversed(rows)))
-  assert [(s, [row["query"] for row in part]) for s, part in parts] == [
+  assert [(s, [row.query for row in part]) for s, part in parts] == [
     ("a", [0, 1]),
     ("b", [2, 3]),
   ]

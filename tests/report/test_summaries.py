@@ -1,71 +1,64 @@
 """Summaries of a run: tables and sentences, redrawn reports, compared runs."""
 
+import dataclasses
 import io
 import json
 import sys
 
+import made_rows
 import numpy as np
 import pytest
 import rich.console
 
-from osd_jax import base, runs
+from osd_jax import base, certificate, runs
+from osd_jax.loop import rows as rows_lib
 from osd_jax.report import page, tables
+from osd_tools import rows as tool_rows
 
 
-def requests() -> list[dict]:
+def requests() -> list[rows_lib.Row]:
   """Returns rows of 120 requests in two segments of 60.
 
   The overlap rises after 10 requests of each segment. Every fourth request is compared
   with plain decoding and with the frozen draft.
   """
-  rows = []
-  for index in range(120):
-    row = {
-      "kind": "request",
-      "index": index,
-      "query": index,
-      "source": "maths" if index < 60 else "sql",
-      "overlap": 0.5 if index % 60 < 10 else 0.9,
-      "floor_overlap": 0.5,
-      "draft_acceptance_rate": 0.7,
-      "tokens_per_target_call": 4.0,
-      "output_tokens": 10 if index % 8 else 30,
-      "decode_ms": 20.0,
-      "online_ms_per_token": 2.0,
-      "metering_ms": 1.0,
-    }
-    if index % 4 == 0:
-      row |= {"plain_ms_per_token": 4.0, "floor_ms_per_token": 3.0}
-    rows.append(row)
-  update = {
-    "kind": "update",
-    "finished": 0,
-    "version": 1,
-    "loss": 1.0,
-    "update_ms": 500.0,
-    "wait_ms": 100.0,
-    "skipped": 2,
-    "steps": 2,
-  }
-  return [update, *rows, {"kind": "summary", "wall_seconds": 3.0}]
+  rows = [
+    made_rows.request(
+      index,
+      source="maths" if index < 60 else "sql",
+      overlap=0.5 if index % 60 < 10 else 0.9,
+      floor_overlap=0.5,
+      tokens_per_target_call=4.0,
+      output_tokens=10 if index % 8 else 30,
+      decode_ms=20.0,
+      online_ms_per_token=2.0,
+      metering_ms=1.0,
+      plain_ms_per_token=None if index % 4 else 4.0,
+      floor_ms_per_token=None if index % 4 else 3.0,
+    )
+    for index in range(120)
+  ]
+  update = made_rows.update(update_ms=500.0, wait_ms=100.0, skipped=2)
+  return [update, *rows, rows_lib.Summary(wall_seconds=3.0)]
+
+
+def served(**changes) -> list[rows_lib.Request]:
+  """Returns the requests, with other values of some fields."""
+  rows = rows_lib.of(rows_lib.Request, requests())
+  return [dataclasses.replace(row, **changes) for row in rows]
 
 
 def logged(path, rows) -> runs.RunDirectory:
   directory = runs.RunDirectory.start(path)
   with runs.MetricsLog(directory.metrics_path) as log:
     for row in rows:
-      values = {name: value for name, value in row.items() if name != "kind"}
-      log.write(row["kind"], values)
+      log.write(row)
   directory.close()
   return directory
 
 
-def segments(rows=None):
-  return tables.by_segment([row for row in rows or requests() if "query" in row])
-
-
 def test_agreement_table_has_first_and_last_means():
-  table = tables.agreement_table(segments())
+  table = tables.agreement_table(tables.by_segment(served()))
   # The first 50 requests of a topic are 10 before the rise and 40 after it.
   first = (10 * 0.5 + 40 * 0.9) / 50
   assert [row["topic"] for row in table] == ["maths", "sql"]
@@ -75,22 +68,22 @@ def test_agreement_table_has_first_and_last_means():
 
 
 def test_speeds_are_token_weighted_means_over_compared_requests():
-  rows = [row for row in requests() if row["kind"] == "request"]
-  rows[0]["plain_ms_per_token"] = 8.0  # 30 of the compared requests' 600 tokens
-  rows[0]["online_ms_per_token"] = 2.0
+  rows = served()
   for row in rows:
-    if "plain_ms_per_token" not in row:
-      # Requests that were not compared must not count.
-      row["online_ms_per_token"] = 1000.0
+    if row.plain_ms_per_token is None:  # these requests must not count
+      rows[row.index] = dataclasses.replace(row, online_ms_per_token=1000.0)
+  rows[0] = dataclasses.replace(rows[0], plain_ms_per_token=8.0)  # 30 of 600 tokens
   (table,) = tables.speed_table([("all", rows)])
   assert table["plain ms/token"] == pytest.approx(4.0 + 4.0 * 30 / 600)
   assert table["online ms/token"] == 2.0
 
 
 def test_percentiles_are_those_of_the_compared_requests():
-  rows = [row for row in requests() if row["kind"] == "request"]
-  for index, row in enumerate(rows[::4]):
-    row["online_ms_per_token"] = float(index)
+  rows = served()
+  for number in range(30):
+    rows[4 * number] = dataclasses.replace(
+      rows[4 * number], online_ms_per_token=float(number)
+    )
   table = {row["decoding"]: row for row in tables.latency_table(rows)}
   assert list(table) == ["plain", "frozen", "online"]
   assert table["online"]["p50"] == pytest.approx(14.5)
@@ -98,8 +91,13 @@ def test_percentiles_are_those_of_the_compared_requests():
 
 
 def headline(**changes):
-  """Figures and sentences of a run whose requests have other fields."""
-  rows = [row | changes if row["kind"] == "request" else row for row in requests()]
+  """Figures and sentences of a run whose compared requests have other fields."""
+  rows = [
+    dataclasses.replace(row, **changes)
+    if isinstance(row, rows_lib.Request) and row.plain_ms_per_token
+    else row
+    for row in requests()
+  ]
   found = tables.summary(rows).headline
   assert len(found) == 4
   return [fact.figure for fact in found], " ".join(fact.sentence for fact in found)
@@ -118,7 +116,7 @@ def test_headline_says_what_was_served_and_whether_learning_paid():
 @pytest.mark.parametrize(
   ("changes", "figure", "said"),
   [
-    ({"decode_ms": 40.0}, "Learning has not paid", "0.4 s longer"),
+    ({"decode_ms": 100.0}, "Learning has not paid", "0.4 s longer"),
     (
       {"plain_ms_per_token": 1.0, "floor_ms_per_token": 3.0},
       "Learning helped, drafting did not pay",
@@ -132,21 +130,21 @@ def test_headline_does_not_praise_learning_that_did_not_pay(changes, figure, sai
 
 
 def test_note_says_which_drafts_the_gate_let_serve():
-  rows = [row | {"gate_ms": 1.0} for row in requests() if row["kind"] == "request"]
+  rows = served(gate_ms=1.0)
   first = "Gate: the first draft served all requests."
   assert first in tables.summary(rows).notes
   names = [("promoted", 30), ("confirmed", 50), ("taken_back", 70)]
-  rows += [{"kind": "gate", "name": name, "finished": at} for name, at in names]
+  fields = {"version": 1, "answers": 8, "gain": 0.1, "text": ""}
+  rows += [rows_lib.Gate(name=name, finished=at, **fields) for name, at in names]
   note = "Gate: trained drafts served from request 30, an earlier draft again from 70."
   assert note in tables.summary(rows).notes
   assert not any("Gate" in note for note in tables.summary(requests()).notes)
 
 
 def test_headline_without_learning_or_comparisons_says_so():
-  rows = [row for row in requests() if row["kind"] == "request"]
-  figures = [fact.figure for fact in tables.summary(rows).headline]
+  figures = [fact.figure for fact in tables.summary(served()).headline]
   assert figures[-1] == "No learning"
-  alone = [{k: v for k, v in r.items() if k != "plain_ms_per_token"} for r in rows]
+  alone = served(plain_ms_per_token=None)
   assert tables.summary(alone).headline[-1].figure == "Not compared"
 
 
@@ -162,25 +160,34 @@ def judged(overlap):
 
 
 OFFLINE = [
-  {"kind": "evaluation", "step": 0, "tasks": judged(0.25)},
-  {"kind": "step", "step": 5, "loss": 2.0, "skipped": 0},
-  {"kind": "step", "step": 10, "loss": 1.0, "skipped": 3},
-  {"kind": "evaluation", "step": 10, "tasks": judged(0.75)},
+  rows_lib.Evaluation(step=0, tasks=judged(0.25)),
+  rows_lib.Step(step=5, loss=2.0, skipped=0),
+  rows_lib.Step(step=10, loss=1.0, skipped=3),
+  rows_lib.Evaluation(step=10, tasks=judged(0.75)),
 ]
 RIGHT = {"sql": {"rows": 8, "token_accuracy": 0.75, "exact_match": 0.5}}
-PRETRAIN = [*OFFLINE[1:3], {"kind": "evaluation", "step": 10, "tasks": RIGHT}]
-CHECK = {"outputs": 4, "equal": 4, "near_ties": 0, "passed": True}
-CERTIFY = [{"kind": "certificate", "K": 3, "rows": 1, "draft": "pair", **CHECK}]
+PRETRAIN = [*OFFLINE[1:3], rows_lib.Evaluation(step=10, tasks=RIGHT)]
+CHECK = certificate.Certificate(outputs=4, equal=4, tokens=9)
+CERTIFY = [rows_lib.Certified(K=3, rows=1, draft="pair", **CHECK.row())]
 COMPILED = [
-  {"kind": "program", "program": "prefill", "kernels": 3, "foreign_calls": None},
-  {"kind": "fits", "needed_gb": 1.0, "said": "It needs 1.00 GB."},
+  tool_rows.Memory(what="weights", gigabytes_a_chip=1.0),
+  tool_rows.Fits(needed_gb=1.0, memory_gb=2.0, advice="", text="It needs 1.00 GB."),
 ]
-SPEEDS = {"speed_up": 1.25, "predicted": 1.5, "predicted_paper": 2.0}
 EVALUATE = [
-  {"kind": "quality", "task": "sql", "exact_match": 0.5},
-  {"kind": "draft", "task": "sql", "draft": "first", "distribution_overlap": 0.4},
-  {"kind": "change", "draft": "second", "distribution_overlap": 0.125, "none": None},
-  {"kind": "speed", "rows": 1, "draft": "first", **SPEEDS},
+  rows_lib.Quality(
+    task="sql",
+    prompts=2,
+    references=2,
+    exact_match=0.5,
+    ended=1.0,
+    looping=0.0,
+    distinct=1.0,
+    output_tokens=8.0,
+    token_accuracy=None,
+  ),
+  made_rows.draft("first", 0.4),
+  made_rows.draft("second", 0.125, rows_lib.Change),
+  made_rows.speed(),
 ]
 
 
@@ -200,7 +207,7 @@ EVALUATE = [
     (PRETRAIN, "Supervised training", ["loss 2.0000", "Exact match over", "0.500"]),
     (CERTIFY, "Certificate", ["near ties", "pair"]),
     (EVALUATE, "Evaluation", ["1.25x plain decoding", "(1.50x predicted", "+0.125"]),
-    (COMPILED, "Ahead of time", ["It needs 1.00 GB.", "Programs, each on one"]),
+    (COMPILED, "Memory of a chip", ["It needs 1.00 GB.", "gigabytes a chip"]),
     ([], "Run", ["No measurements yet"]),
   ],
 )
@@ -246,10 +253,7 @@ def test_redrawing_a_folder_without_a_run_is_refused(tmp_path):
 def compared(tmp_path):
   """Two runs with the same stream; the second takes twice as long."""
   for name, scale in (("one", 1.0), ("two", 2.0)):
-    rows = requests()
-    for row in rows:
-      if row["kind"] == "request":
-        row |= {"decode_ms": scale * row["decode_ms"], "target_calls": 5, "drafted": 35}
+    rows = [requests()[0], *served(decode_ms=20.0 * scale)]
     logged(tmp_path / name, rows)
   return [tmp_path / "one", tmp_path / "two"]
 
@@ -265,7 +269,7 @@ def test_comparison_names_the_winner_and_shows_every_run(compared, tmp_path):
     assert "one: Measured over all" in said and "two: Measured over all" in said
   assert "different requests" not in text
   found = tables.comparison(
-    {p.name: list(runs.read(p / "metrics.jsonl")) for p in compared}
+    {path.name: rows_lib.read(path / "metrics.jsonl") for path in compared}
   )
   first, second = found.tables["Runs"]
   assert (first["overlap"], first["frozen overlap"]) == (0.833, 0.5)
@@ -277,11 +281,7 @@ def test_comparison_without_a_winner_or_with_other_requests_says_so():
   rows = requests()
   alike = tables.comparison({"a": rows, "b": rows})
   assert alike.headline[0].figure == "About equally fast" and not alike.notes
-  other = [row | {"source": "x"} if "source" in row else row for row in rows]
-  without = [
-    {k: v for k, v in r.items() if k not in ("floor_overlap", "plain_ms_per_token")}
-    for r in other
-  ]
+  without = served(source="x", floor_overlap=None, plain_ms_per_token=None)
   found = tables.comparison({"a": rows, "b": without})
   assert "served different requests" in found.notes[0]
   assert [said.split(":")[0] for said in found.details_notes] == ["a"]

@@ -465,35 +465,3 @@ def test_steps_are_written_on_a_low_priority_thread(tmp_path, monkeypatch):
   with runs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, {"x": jnp.zeros(1)}, {})
   assert niceness and niceness[0] > own
-
-
-@pytest.mark.parametrize("step", [6, 7])  # the newest step on disk, and a new one
-def test_rewritten_step_is_the_only_thing_that_is_left(tmp_path, step):
-  with runs.Checkpointer(tmp_path) as writer:
-    for number in (5, 6):
-      writer.save(number, learner(number), {})
-    writer.wait()
-    (tmp_path / "unused_4").mkdir()
-    writer.rewrite(step, learner(9), {"new": True})
-    assert writer.steps() == [step]
-    assert [path.name for path in tmp_path.iterdir()] == [str(step)]
-    writer.save(8, learner(8), {})
-  with runs.Checkpointer(tmp_path) as reader:
-    assert reader.steps() == [step, 8]
-    shutil.rmtree(tmp_path / "8")
-  with runs.Checkpointer(tmp_path) as reader:
-    found, host = reader.restore(abstract(learner(9)))
-    assert have_same_bits(found, learner(9)) and host == {"new": True}
-
-
-def test_step_that_cannot_be_rewritten_leaves_a_complete_one(tmp_path, monkeypatch):
-  with runs.Checkpointer(tmp_path) as writer:
-    writer.save(6, learner(6), {})
-    monkeypatch.setattr(
-      checkpoint, "_checksums", lambda arrays: 1 / 0
-    )  # in the thread that writes
-    with pytest.raises(ZeroDivisionError):
-      writer.rewrite(6, learner(9), {})
-  with runs.Checkpointer(tmp_path) as reader:
-    found, _ = reader.restore(abstract(learner(6)))
-    assert have_same_bits(found, learner(6))

@@ -6,7 +6,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import uvicorn
 
 from osd_jax.distillation.schedule import ScheduleConfig
 from osd_jax.engine.requests import DecodingConfig
+from osd_jax.runs import RunDirectory
 from osd_serve import app
 from osd_serve.service import LEARNING, ServeConfig, Service
 
@@ -87,14 +87,14 @@ def running(
   pair: Any,
   directory: Path | None = None,
   token: str = "",
-  clock: Callable[[], float] = time.time,
   **changes: Any,
 ):
   """Runs a server; its ports and threads are gone after the block."""
   config = ServeConfig(
     pair=pair, decoding=DECODING, learning=QUICK, shutdown_seconds=20.0
   )
-  service = Service(dataclasses.replace(config, **changes), directory, clock)
+  run = None if directory is None else RunDirectory(directory)
+  service = Service(dataclasses.replace(config, **changes), run)
   listening = socket.create_server(("127.0.0.1", 0))
   server = uvicorn.Server(
     uvicorn.Config(app.make(service, token), log_level="warning", access_log=False)

@@ -6,7 +6,6 @@ import dataclasses
 import shutil
 import threading
 import time
-import types
 from functools import partial
 
 import httpx2
@@ -17,23 +16,16 @@ from compilations import Compilations
 from serving import running
 from serving.running import TEXTS
 
-from osd_jax import base
-from osd_jax.engine.requests import Request
+from osd_jax import base, runs
+from osd_jax.loop import loop
 from osd_jax.models import weights
 from osd_jax.runs import RunDirectory
-from osd_serve import learning
-from osd_serve.learning import Journal
 from osd_serve.scheduler import EngineFailedError
 
-TOKENS = np.asarray([3, 4], np.int32)
-ANSWER = types.SimpleNamespace(request=Request(TOKENS), tokens=TOKENS)
 
-
-def numbers(folder):
-  journal = Journal(folder / "journal.jsonl")
-  found = [row["number"] for row in journal.read(0)]
-  journal.close()
-  return found
+def answers(folder):
+  """Rows of outputs.jsonl."""
+  return list(runs.read(folder / "outputs.jsonl"))
 
 
 def draft(server):
@@ -47,7 +39,7 @@ def same(left, right):
 
 
 def learned(server, count):
-  server.wait_for(lambda service: service.learning.finished == count)
+  server.wait_for(lambda service: service.loop.learned == count)
 
 
 def on_disk(server, work=lambda: None):
@@ -55,8 +47,9 @@ def on_disk(server, work=lambda: None):
 
   A folder that is read while orbax renames it is no state that a kill can leave.
   """
-  learning = server.service.learning
-  return learning.submit(lambda: (learning._checkpoints.wait(), work())[1]).result()
+  running_loop = server.service.loop
+  saved = running_loop._checkpointer
+  return running_loop.submit(lambda: (saved.wait(), work())[1]).result()
 
 
 @pytest.mark.slow
@@ -68,7 +61,7 @@ def test_restarted_server_goes_on_with_its_draft(pair, tmp_path):
   adapted = draft(first)
   assert not same(start, adapted)
   with running.running(pair, tmp_path, checkpoint_every=4) as second:
-    assert second.service.learning.finished == 12
+    assert second.service.loop.learned == 12
     assert same(draft(second), adapted)
     version = second.service.server.engine.draft_version
     assert version == second.service.server.learner.version > 0
@@ -89,43 +82,51 @@ def test_killed_server_learns_each_answer_exactly_once(pair, tmp_path):
     learned(live, 12)
   for count in (3, 8, 12):
     with running.running(pair, tmp_path / str(count), checkpoint_every=5) as again:
-      assert again.service.learning.finished == count
+      assert again.service.loop.learned == count
       assert int(again.service.server.learner.state()[0]["buffer"].added) == count
 
 
-@pytest.mark.slow
-def test_journal_forgets_what_checkpoints_hold(pair, tmp_path):
-  with running.running(pair, tmp_path, checkpoint_every=3) as server:
-    for count, text in enumerate(TEXTS * 2, 1):
+def test_run_directory_has_the_logs_of_an_online_run(pair, tmp_path):
+  """Each answer has a row in both logs, and its number never comes again."""
+  for start in (0, 6):
+    with running.running(pair, tmp_path, compare_every=2) as server:
+      for text in TEXTS:
+        server.text(text)
+      learned(server, start + 6)
+  rows = list(runs.read(tmp_path / "metrics.jsonl"))
+  requests = [row for row in rows if row["kind"] == "request"]
+  assert [row["index"] for row in requests] == list(range(12))
+  assert [row["index"] for row in answers(tmp_path)] == list(range(12))
+  assert len({row["number"] for row in answers(tmp_path)}) == 12
+  compared = [row["certificate"] for row in requests if "certificate" in row]
+  assert len(compared) == 6 and all(one["equal"] == 1 for one in compared)
+  assert "saved_seconds" in requests[-1]
+  assert {row["kind"] for row in rows} >= {"start", "update", "summary"}
+
+
+def test_answer_is_on_disk_before_its_client_has_it(pair, tmp_path, monkeypatch):
+  with running.running(pair, tmp_path) as server:
+    scheduler, missing = server.service.scheduler, []
+    publish = scheduler.publish
+
+    def check(finished):
+      stored = {row["number"] for row in answers(tmp_path)}
+      missing.extend(one.number for one in finished if one.number not in stored)
+      publish(finished)
+
+    monkeypatch.setattr(scheduler, "publish", check)
+    for text in TEXTS[:3]:
       server.text(text)
-      learned(server, count)
-  assert numbers(tmp_path) == [9, 10, 11]
+  assert len(answers(tmp_path)) == 3 and not missing
 
 
-@pytest.mark.slow
-def test_answers_that_arrive_while_a_journal_forgets_are_kept(tmp_path):
-  """The serving thread appends them, and does not wait until the journal is read."""
-  journal, tag = Journal(tmp_path / "journal.jsonl"), {"tenant": "", "time": 0.0}
-  for _ in range(3):
-    journal.append(ANSWER, tag)
-
-  def drops(_):
-    journal.append(ANSWER, tag)
-    return False
-
-  journal.forget(2, drops)
-  journal.append(ANSWER, tag)
-  journal.close()
-  assert numbers(tmp_path) == [2, 3, 4]
-
-
-def test_missing_answer_of_a_journal_is_an_error(pair, tmp_path):
+def test_missing_answer_is_an_error(pair, tmp_path):
   with running.running(pair, tmp_path, checkpoint_every=100) as server:
     for text in TEXTS[:3]:
       server.text(text)
     learned(server, 3)
     shutil.copytree(tmp_path, tmp_path / "copy")
-  path = tmp_path / "copy" / "journal.jsonl"
+  path = tmp_path / "copy" / "outputs.jsonl"
   path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
   with pytest.raises(base.InputError, match="answer 0 is missing"):
     with running.running(pair, tmp_path / "copy"):
@@ -135,7 +136,7 @@ def test_missing_answer_of_a_journal_is_an_error(pair, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [2, 100])
 def test_answers_of_a_target_with_other_weights_are_not_learnt(pair, tmp_path, every):
-  """Before the first checkpoint, only the journal holds them."""
+  """Before the first checkpoint, only outputs.jsonl holds them."""
   (tmp_path / "live").mkdir()
   with running.running(pair, tmp_path / "live", checkpoint_every=every) as server:
     for text in TEXTS[:3]:
@@ -150,7 +151,7 @@ def test_answers_of_a_target_with_other_weights_are_not_learnt(pair, tmp_path, e
       pass
   # Negative control: the former target goes on.
   with running.running(pair, tmp_path / "copy", checkpoint_every=every) as again:
-    assert again.service.learning.finished == 3
+    assert again.service.loop.learned == 3
 
 
 def test_answers_that_must_not_be_learnt_leave_no_trace(pair, tmp_path):
@@ -159,7 +160,8 @@ def test_answers_that_must_not_be_learnt_leave_no_trace(pair, tmp_path):
   def traces(server):
     service = server.service.server
     added = int(service.learner.state()[0]["buffer"].added)
-    return added, int(service.engine.memory.table.end), len(numbers(tmp_path))
+    ids = sum("output_ids" in row for row in answers(tmp_path))
+    return added, int(service.engine.memory.table.end), ids
 
   with running.running(pair, tmp_path, decoding=decoding) as server:
     before = server.text(TEXTS[0], learn=False)
@@ -333,17 +335,17 @@ def test_error_of_the_learner_does_not_stop_serving(pair, plain, monkeypatch):
 
     monkeypatch.setattr(server.service.server.learner, "observe", observe)
     assert [server.text(text) for text in TEXTS] == plain
-    server.wait_for(lambda service: service.learning.failure)
+    server.wait_for(lambda service: service.loop.failure)
     assert "osd:learning_failed" in server.client.get("/metrics").text
     assert server.client.get("/live").json()["learning_failure"]
     assert server.client.get("/health").status_code == 200
 
 
 def test_slow_learner_drops_answers_instead_of_delaying_them(pair, plain, monkeypatch):
-  monkeypatch.setattr(learning, "MAX_PENDING", 0)
+  monkeypatch.setattr(loop, "MAX_PENDING_LIVE", 0)
   with running.running(pair) as server:
     assert server.text(TEXTS[0]) == plain[0]
-    assert server.service.learning.dropped == 1
+    assert server.service.loop.dropped == 1
 
 
 def test_run_directory_is_locked_and_checks_the_settings(tmp_path):

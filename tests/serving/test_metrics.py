@@ -17,7 +17,6 @@ from osd_jax.engine.requests import Prompt
 from osd_serve import service
 from osd_serve.metrics import EARLIER, Shifts
 from osd_serve.scheduler import Job, Scheduler
-from osd_serve.tenants import Tenant
 
 COUNTED = "osd:draft_tokens_total", "osd:accepted_draft_tokens_total"
 
@@ -72,9 +71,7 @@ def test_pair_with_only_a_cache_has_no_other_source(pair):
 def plain_steps(counts):
   """Plain steps of each job, from the tokens that every call emitted for each."""
   tokens = np.zeros(5, np.int32)
-  jobs = [
-    Job(i, tokens, Prompt("-"), str, False, Tenant()) for i in range(len(counts[0]))
-  ]
+  jobs = [Job(i, tokens, Prompt("-"), str, False, 0) for i in range(len(counts[0]))]
   called, emitted = [], [0] * len(jobs)
   fake = types.SimpleNamespace(_running=jobs, _on_call=called.append)
   for row in counts:
@@ -166,13 +163,13 @@ def test_steady_traffic_has_hardly_any_shift():
 
 def test_waiting_records_are_shown(pair, monkeypatch):
   with running.running(pair) as server:
-    learning = server.service.learning
+    loop = server.service.loop
     # Nothing is learnt while the thread is busy.
     busy = threading.Event()
-    learning.submit(busy.wait)
+    loop.submit(busy.wait)
     for text in TEXTS[:3]:
       server.text(text)
     assert server.metrics()["osd:records_waiting{}"] == 3
     busy.set()
-    server.wait_for(lambda service: service.learning.finished == 3)
+    server.wait_for(lambda service: service.loop.learned == 3)
     assert server.metrics()["osd:records_waiting{}"] == 0

@@ -140,25 +140,20 @@ def test_buffer_is_compared_with_the_journal_row_by_row():
   assert kill.differing(ring(rows[1:]), ROWS) == 2  # one is missing
 
 
-def test_journal_remembers_what_a_checkpoint_removed(tmp_path):
-  path = tmp_path / "journal.jsonl"
+def test_journal_notices_rows_that_change(tmp_path):
+  path = tmp_path / "outputs.jsonl"
   journal = kill.Journal(path)
-
-  def write(*numbers, end=""):
-    lines = [
-      json.dumps({"number": n, "prompt": ROWS[n][0], "answer": ROWS[n][1]})
-      for n in numbers
-    ]
-    path.write_text("\n".join(lines) + end)
-    journal.read()
-
   journal.read()  # before the first start there is no file
-  write(0, 1, end='\n{"number": 2, "pro')
-  write(1, 2)
-  assert journal.rows == ROWS and not journal.renumbered
-  path.write_text('{"number": 1, "prompt": [1], "answer": [1]}\n')
+  rows = [
+    {"prompt_ids": prompt, "output_ids": answer} for prompt, answer in ROWS.values()
+  ]
+  lines = [json.dumps(row) for row in [rows[0], {"tokens": 3}, *rows[1:]]]
+  path.write_text("\n".join(lines) + '\n{"prompt_ids": [3')
   journal.read()
-  assert journal.renumbered == {1}
+  assert journal.rows == ROWS and not journal.renumbered
+  path.write_text(json.dumps(rows[1]) + "\n")
+  journal.read()
+  assert journal.renumbered == {0}
 
 
 def test_every_count_of_the_kill_test_but_the_first_three_is_a_fault():

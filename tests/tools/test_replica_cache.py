@@ -9,10 +9,16 @@ import pytest
 import tiny_online
 
 from osd_jax import pairs
-from osd_jax.engine import engine, replicas
+from osd_jax.engine.requests import (
+  DecodingConfig,
+  ReplicaConfig,
+  Request,
+  SamplingConfig,
+)
 from osd_jax.engine.server import Server
+from osd_tools import replicas
 
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   source_lengths=(tiny_online.SOURCE,),
   target_length=12,
   acceptance_rule="coupling",
@@ -67,7 +73,7 @@ def pair(tmp_path_factory):
 def server(pair, monkeypatch):
   """Two replicas with one row each."""
   monkeypatch.setattr(replicas, "_ray", lambda: (Inline(), False))
-  with Server(pair, DECODING, replicas=replicas.ReplicaConfig(2)) as made:
+  with Server(pair, DECODING, engine=ReplicaConfig(2).engine) as made:
     made.warm_up()
     yield made
 
@@ -75,8 +81,8 @@ def server(pair, monkeypatch):
 def requests(server, count, **changes):
   """The same request several times."""
   prompt = server.pair.vocabulary.encode_prompt("max of all rows")
-  sampling = engine.SamplingConfig(temperature=1.0, seed=3)
-  return [engine.Request(prompt, sampling, **changes) for _ in range(count)]
+  sampling = SamplingConfig(temperature=1.0, seed=3)
+  return [Request(prompt, sampling, **changes) for _ in range(count)]
 
 
 def calls(server, count, **changes):
@@ -100,10 +106,10 @@ def test_answers_that_must_not_be_remembered_are_not_shared(server):
   assert calls(server, 2, remember=False) == [first] * 2
 
 
-def test_shared_answers_keep_their_owner(server):
-  (first,) = calls(server, 1, owner=7)
-  assert calls(server, 2, owner=8) == [first] * 2
-  assert max(calls(server, 2, owner=7)) < first
+def test_shared_answers_keep_their_salt(server):
+  (first,) = calls(server, 1, cache_salt=7)
+  assert calls(server, 2, cache_salt=8) == [first] * 2
+  assert max(calls(server, 2, cache_salt=7)) < first
 
 
 def test_replica_that_is_replaced_starts_with_an_empty_cache(server):

@@ -2,25 +2,27 @@
 
 import random
 
+import made_rows
 import pytest
 
-from osd_jax.runs import alarms
+from osd_jax.loop import alarms
+from osd_jax.loop import rows as rows_lib
 
 
 def request(drafted=5, accepted=2, loops=False):
-  return {"kind": "request", "drafted": drafted, "accepted": accepted, "loops": loops}
+  return made_rows.request(drafted=drafted, accepted=accepted, loops=loops)
 
 
 def update(skipped=0):
-  return {"kind": "update", "skipped": skipped}
+  return made_rows.update(skipped=skipped)
 
 
 def alarms_of(rows):
   """Returns (row number, name, active) of every alarm."""
   state, found = alarms.AlarmState(), []
   for place, row in enumerate(rows, 1):
-    state, new = alarms.observe(state, row["kind"], row)
-    found += [(place, alarm["alarm"], alarm["active"]) for alarm in new]
+    state, new = alarms.observe(state, row)
+    found += [(place, alarm.alarm, alarm.active) for alarm in new]
   return found
 
 
@@ -51,7 +53,7 @@ def test_pinned_acceptance_is_reported_once_at_start_and_end(row, name):
     [*[NOTHING] * 24, request(accepted=1), *[NOTHING] * 24],
     [*[ALL] * 24, request(accepted=4), *[ALL] * 24],
     [update()] * 9,
-    [{"kind": "summary", "wall_seconds": 1.0}, {"kind": "alarm"}],
+    [rows_lib.Summary(wall_seconds=1.0)],
   ],
 )
 def test_healthy_run_raises_no_alarm(rows):
@@ -76,9 +78,6 @@ def test_loop_alarm_ends_after_a_window_without_loops():
     (2, "output_loops", True),
     (4 + alarms.WINDOW, "output_loops", False),
   ]
-  # Older logs have no field "loops".
-  older = {"kind": "request", "drafted": 5, "accepted": 2}
-  assert alarms_of([older] * 30) == []
 
 
 def test_replay_equals_the_state_of_the_run():
@@ -88,10 +87,10 @@ def test_replay_equals_the_state_of_the_run():
     row = rng.choice(
       [NOTHING] * 40 + [ALL, request(loops=True), update(1), update(), update()]
     )
-    state, new = alarms.observe(state, row["kind"], row)
-    rows += [row, *({"kind": "alarm", **one} for one in new)]
+    state, new = alarms.observe(state, row)
+    rows += [row, *new]
     assert alarms.replay(rows) == state
-  kinds = {row["alarm"] for row in rows if row["kind"] == "alarm"}
+  kinds = {row.alarm for row in rows_lib.of(rows_lib.Alarm, rows)}
   assert {"acceptance_pinned_at_0", "output_loops", "update_not_finite"} <= kinds
   assert alarms.replay(rows[:40]) != state  # negative control
 
@@ -99,20 +98,17 @@ def test_replay_equals_the_state_of_the_run():
 def test_alarm_text_is_one_line_with_its_meaning():
   for rows in ([NOTHING] * 25, [ALL] * 25, [update(1)], [request(loops=True)]):
     state = alarms.replay(rows[:-1])
-    _, [alarm] = alarms.observe(state, rows[-1]["kind"], rows[-1])
-    name, text = alarm["alarm"], alarm["text"]
+    _, [alarm] = alarms.observe(state, rows[-1])
+    name, text = alarm.alarm, alarm.text
     assert alarms.MEANINGS[name] in text and "\n" not in text
     notice = name == "acceptance_pinned_at_1"
     assert text.startswith("notice:" if notice else "alarm:")
 
 
 def test_sentence_names_the_requests_of_every_alarm():
-  row = lambda name, active, finished: {
-    "kind": "alarm",
-    "alarm": name,
-    "active": active,
-    "finished": finished,
-  }
+  row = lambda name, active, finished: rows_lib.Alarm(
+    alarm=name, active=active, finished=finished, text=""
+  )
   rows = [
     request(),
     row("acceptance_pinned_at_0", True, 30),

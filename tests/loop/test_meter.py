@@ -7,9 +7,10 @@ import pytest
 import tabular_pair
 from decoding import harness
 
-from osd_jax import metering, sharding, testing
+from osd_jax import sharding, testing
 from osd_jax.base import EOS_ID
 from osd_jax.engine import engine
+from osd_jax.loop import meter as meter_lib
 from osd_jax.models import families, shapes
 
 VOCAB = testing.TINY_T5.vocab_size
@@ -50,7 +51,7 @@ def test_floor_draft_uses_the_shortlist_of_the_online_draft(params):
   online = engine.Engine(config(), harness.TARGET, params, draft, params)
   online.swap(params, 1, chosen)
   done = online.run([request])[0]
-  rivals = metering.Rivals(pair, config(), sharding.PartitionConfig())
+  rivals = meter_lib.Rivals(pair, config(), sharding.PartitionConfig())
   first = np.arange(draft.shortlist, dtype=np.int32)
   _, unlike = rivals.serve(done, first)
   plain, alike = rivals.serve(done, online.shortlist)
@@ -62,11 +63,10 @@ def test_floor_draft_uses_the_shortlist_of_the_online_draft(params):
 
 
 def meter(compare_every, seed=0):
-  return metering.Meter(
+  return meter_lib.Meter(
     tabular_pair.make(),
     config(),
-    engine.SamplingConfig(),
-    floor=True,
+    floor_every=1,
     compare_every=compare_every,
     partition=sharding.PartitionConfig(),
     seed=seed,

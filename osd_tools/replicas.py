@@ -13,7 +13,8 @@ the driver knows which replica holds which request. So if a replica is lost, the
 gives its requests to others, and every request is answered and learnt from once.
 
 `Replicas` has the surface of `Engine` that a server uses: check, submit, step, swap,
-clear, clear_memory, warm_up, state, structure, restore, messages and close.
+clear, clear_memory, warm_up, state, structure, restore, messages and close. A server
+gets it as its argument `engine`; see `ReplicaConfig.engine`.
 """
 
 import collections
@@ -29,26 +30,11 @@ import numpy as np
 
 from osd_jax import base, pairs, sharding
 from osd_jax.engine.engine import Engine
-from osd_jax.engine.requests import DecodingConfig, Finished, Request
+from osd_jax.engine.requests import DecodingConfig, Finished, ReplicaConfig, Request
 
 _UNSEEN = 256  # answers of others that wait for a replica's next call, at most
 _LIVES = 3  # replicas that may be lost in a row, without an answer in between
 _INHERITED = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplicaConfig(base.Config):
-  """Processes that serve while this one learns; they need the extra `replicas`.
-
-  Attributes:
-    count: replicas, each with `DecodingConfig.rows` rows; 0: this process serves.
-    gpus: GPUs that Ray reserves for each replica.
-    tpus: TPU chips that Ray reserves for each replica.
-  """
-
-  count: base.CountOrZero = 0
-  gpus: base.NonNegative = 0.0
-  tpus: base.NonNegative = 0.0
 
 
 class Replica:
@@ -73,8 +59,7 @@ class Replica:
       jax.config.update(name, value)
     partitioner = sharding.make(partition)
     pair = pairs.load_pair(given, partitioner).with_cache_size(decoding.cache_tokens)
-    models = pair.target, pair.target_params, pair.draft, pair.draft_params
-    self._engine = Engine(decoding, *models, partitioner)
+    self._engine = Engine(decoding, *pair.models, partitioner)
     self._draft, self._frozen = pair.draft, pair.draft.split(pair.draft_params)[1]
     answers = [_on_host(done) for done in self._engine.warm_up()]
     self._engine.absorb(_text_of(answers[0]))  # compiles
@@ -185,13 +170,11 @@ class Replicas:
     self._vocab_size = pair.target.vocab_size
     self.draft_version, self.shortlist = 0, None
     settings = {name: getattr(jax.config, name) for name in _INHERITED}
-    resources = {"TPU": replicas.tpus} if replicas.tpus else None
     self._make = lambda: (
       self._ray.remote(Replica)
       .options(
         num_cpus=0,  # replicas share the cores of their host
         num_gpus=replicas.gpus,
-        resources=resources,
         scheduling_strategy="SPREAD",
       )
       .remote()
@@ -264,8 +247,7 @@ class Replicas:
     """
     answers: list[Finished] = []
     while self._running:
-      _, found = self._first()
-      answers = found or answers
+      answers = self._first()[1] or answers
     return answers
 
   def clear(self) -> None:
@@ -297,8 +279,8 @@ class Replicas:
 
   def messages(self) -> list[str]:
     """Returns, once, a message for each replica that was lost."""
-    said, self._messages = self._messages, []
-    return said
+    messages, self._messages = self._messages, []
+    return messages
 
   def state(self) -> tuple[None, dict[str, Any]]:
     """Returns the state that a checkpoint stores: requests to be decoded again."""
@@ -402,7 +384,7 @@ class Replicas:
     """Starts a call of every idle replica that holds requests."""
     busy = set(self._running.values())
     idle = [one for one in self._replicas if one not in busy]
-    given: dict[_Handle, list[Request]] = {replica: [] for replica in idle}
+    batches: dict[_Handle, list[Request]] = {replica: [] for replica in idle}
     while self._waiting and idle:
       emptiest = min(idle, key=lambda one: len(one.held))
       if len(emptiest.held) == self.config.rows:
@@ -411,8 +393,8 @@ class Replicas:
       emptiest.held[serial] = request
       # Tags are arbitrary values of the caller, and may be large or not serialisable.
       # The serial number identifies the request on its way.
-      given[emptiest].append(dataclasses.replace(request, tag=serial))
-    for replica, requests in given.items():
+      batches[emptiest].append(dataclasses.replace(request, tag=serial))
+    for replica, requests in batches.items():
       if replica.held:
         is_current = replica.draft == self._drafts
         draft = None if is_current else self._draft_reference

@@ -7,8 +7,9 @@ resumed run rebuilds it from the rows it kept.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+
+from osd_jax.loop import rows as rows_lib
 
 WINDOW = 25  # acceptance and loops are judged over this many trailing requests
 
@@ -47,53 +48,50 @@ class AlarmState:
 
 
 def observe(
-  state: AlarmState, kind: str, row: Mapping[str, Any]
-) -> tuple[AlarmState, list[dict[str, Any]]]:
+  state: AlarmState, row: rows_lib.Row, finished: int = 0
+) -> tuple[AlarmState, list[rows_lib.Alarm]]:
   """Updates the state with one row of metrics.jsonl, in the order of the file.
 
-  Only the kinds "request", with `drafted`, `accepted` and `loops`, and "update", with
-  `skipped`, change anything.
+  Only requests and updates change anything.
 
   Returns:
-    The new state, and the rows of the alarms that start or end here: `alarm`, a key of
-    `MEANINGS`; `active`, True for a start; and `text`, one line for the user.
+    The new state, and the rows of the alarms that start or end here, when `finished`
+    requests have finished.
   """
-  judged: dict[str, bool] = {}
+  verdicts: dict[str, bool] = {}
   recent = state.recent
-  if kind == "request":
-    entry = (row["drafted"], row["accepted"], bool(row.get("loops")))
-    recent = (*recent, entry)[-WINDOW:]
-    judged = _judge_requests(recent)
-  elif kind == "update":
-    judged = {"update_not_finite": row["skipped"] > 0}
+  if isinstance(row, rows_lib.Request):
+    recent = (*recent, (row.drafted, row.accepted, row.loops))[-WINDOW:]
+    verdicts = _judge_requests(recent)
+  elif isinstance(row, rows_lib.Update):
+    verdicts = {"update_not_finite": row.skipped > 0}
   # Only changes are reported. A condition that lasts would otherwise log a row for
   # every request.
-  changed = [name for name, holds in judged.items() if holds != (name in state.active)]
-  found = [_alarm(name, judged[name]) for name in changed]
-  return AlarmState(recent, state.active.symmetric_difference(changed)), found
+  changes = [
+    name for name, holds in verdicts.items() if holds != (name in state.active)
+  ]
+  alarms = [_alarm(name, verdicts[name], finished) for name in changes]
+  return AlarmState(recent, state.active.symmetric_difference(changes)), alarms
 
 
-def replay(rows: Iterable[Mapping[str, Any]]) -> AlarmState:
+def replay(rows: Iterable[rows_lib.Row]) -> AlarmState:
   """Computes the state after the rows of a log."""
   state = AlarmState()
   for row in rows:
-    state, _ = observe(state, row["kind"], row)
+    state, _ = observe(state, row)
   return state
 
 
-def sentence(rows: Iterable[Mapping[str, Any]]) -> str:
+def sentence(rows: Iterable[rows_lib.Row]) -> str:
   """Lists the alarms of a log, with the requests between which each was active."""
   spans: list[str] = []
   open_spans: dict[str, int] = {}
-  for row in rows:
-    if row["kind"] != "alarm":
-      continue
-    name, finished = row["alarm"], row["finished"]
-    if row["active"]:
-      open_spans[name] = len(spans)
-      spans.append(f"{_words(name)} from request {finished}")
-    elif name in open_spans:
-      spans[open_spans.pop(name)] += f" to {finished}"
+  for row in rows_lib.of(rows_lib.Alarm, rows):
+    if row.active:
+      open_spans[row.alarm] = len(spans)
+      spans.append(f"{_words(row.alarm)} from request {row.finished}")
+    elif row.alarm in open_spans:
+      spans[open_spans.pop(row.alarm)] += f" to {row.finished}"
   for place in open_spans.values():
     spans[place] += " to the end"
   return f"Alarms: {'; '.join(spans) or 'none'}."
@@ -111,12 +109,12 @@ def _judge_requests(recent: tuple[tuple[int, int, bool], ...]) -> dict[str, bool
   }
 
 
-def _alarm(name: str, active: bool) -> dict[str, Any]:
-  said = MEANINGS[name] if active else "over"
+def _alarm(name: str, active: bool, finished: int) -> rows_lib.Alarm:
+  meaning = MEANINGS[name] if active else "over"
   # A draft that equals its target is a valid run, so this one is not a fault.
   kind = "notice" if name == "acceptance_pinned_at_1" else "alarm"
-  text = f"{kind}: {_words(name)}: {said}."
-  return {"alarm": name, "active": active, "text": text}
+  text = f"{kind}: {_words(name)}: {meaning}."
+  return rows_lib.Alarm(finished=finished, alarm=name, active=active, text=text)
 
 
 def _words(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Measures the requests that an online run has answered.
+"""Measures the answers of a server.
 
 The floor draft, which never learns, and plain decoding serve the same request right
 after the online draft. Only this comparison shows the value of learning.
@@ -14,7 +14,7 @@ import numpy as np
 from osd_jax import background, base, certificate, metrics, pairs, sharding
 from osd_jax.data import streams
 from osd_jax.engine import agreement
-from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
+from osd_jax.engine.requests import DecodingConfig, Finished
 from osd_jax.engine.server import Server
 
 
@@ -25,8 +25,7 @@ class Meter:
     self,
     pair: pairs.Pair,
     decoding: DecodingConfig,
-    sampling: SamplingConfig,
-    floor: bool,
+    floor_every: int,
     compare_every: int,
     partition: sharding.PartitionConfig,
     seed: int = 0,
@@ -34,13 +33,14 @@ class Meter:
     """Compiles nothing yet.
 
     The draft of the pair is the floor draft. If it is a cache, the floor draft is the
-    empty cache: prompt lookup. With `floor` it is measured on every request. One of
+    empty cache: prompt lookup. It is measured on every `floor_every`-th request. One of
     `compare_every` requests, chosen at random by the seed, is also served plainly and
-    with the floor draft; 0 compares none.
+    with the floor draft. 0 measures and compares none.
     """
     self._partition = partition
-    self._pair, self._decoding, self._sampling = pair, decoding, sampling
-    self._floor, self._compare_every, self._seed = floor, compare_every, seed
+    self._pair, self._decoding = pair, decoding
+    self._floor_every, self._compare_every = floor_every, compare_every
+    self._seed = seed
     self._certifier = certificate.Certifier(pair)
     self._rivals: Rivals | None = None
     # The answers measured so far, for a draft that is a cache. When an answer is
@@ -59,8 +59,8 @@ class Meter:
     if not self._compare_every:
       return False
     block, place = divmod(index, self._compare_every)
-    chosen = np.random.default_rng((self._seed, block)).integers(self._compare_every)
-    return place == chosen
+    choice = np.random.default_rng((self._seed, block)).integers(self._compare_every)
+    return place == choice
 
   def warm_up(self) -> None:
     """Compiles the rivals, if any request is compared."""
@@ -76,57 +76,67 @@ class Meter:
       self._rivals.resume(server)
 
   def row(
-    self, done: Finished, query: streams.Query, index: int, server: Server, beside: bool
+    self,
+    answer: Finished,
+    query: streams.Query,
+    index: int,
+    server: Server,
+    beside: bool,
   ) -> dict[str, Any]:
     """Returns the row of one request.
 
     `index` requests finished before it. The draft of the server may have been swapped
-    since. `beside`: this runs on another thread while serving goes on.
+    since. `beside`: this runs on another thread while serving goes on. An answer
+    without a batch is not measured.
     """
-    started, tokens = time.perf_counter(), len(done.tokens)
+    started, tokens = time.perf_counter(), len(answer.tokens)
     row = {
       "index": index,
       "query": query.index,
       "source": query.task,
-      **self._agreement(done, server),
-      **_counts(done, ""),
-      "accepted_per_position": done.accepted_per_position[
+      **({} if answer.batch is None else self._agreement(answer, index, server)),
+      **_counts(answer, ""),
+      "accepted_per_position": answer.accepted_per_position[
         : self._decoding.num_draft_tokens
       ],
-      "target_calls": done.target_calls,
-      "drafted": done.drafted,
-      "accepted": done.accepted,
+      "target_calls": answer.target_calls,
+      "drafted": answer.drafted,
+      "accepted": answer.accepted,
       "output_tokens": tokens,
-      "stop_reason": done.stop_reason.name,
-      "loops": metrics.loops(done.tokens),
-      "draft_version": done.draft_version,
-      "decode_ms": done.milliseconds,
-      "online_ms_per_token": done.milliseconds / tokens if tokens else None,
+      "stop_reason": answer.stop_reason.name,
+      "loops": metrics.loops(answer.tokens),
+      "draft_version": answer.draft_version,
+      "decode_ms": answer.milliseconds,
+      "online_ms_per_token": answer.milliseconds / tokens if tokens else None,
     }
-    spent = (time.perf_counter() - started) * 1e3
+    metering_ms = (time.perf_counter() - started) * 1e3
     row |= {"metering_ms": 0.0, "metering_beside_ms": 0.0}
-    row["metering_beside_ms" if beside else "metering_ms"] = spent
-    if done.stop_reason == base.StopReason.NOT_FINITE:
-      row["certificate"] = dataclasses.asdict(self._certifier.broken())
+    row["metering_beside_ms" if beside else "metering_ms"] = metering_ms
+    if answer.stop_reason == base.StopReason.NOT_FINITE:
+      row["certificate"] = self._certifier.broken()
+    elif answer.batch is None:
+      return row
     elif self.compares(index):
-      row.update(self._compared(done, server))
+      row.update(self._compared(answer, query.index, server))
     elif self._rivals is not None:
-      self._rivals.observe(done)
+      self._rivals.observe(answer)
     return row
 
-  def _agreement(self, done: Finished, server: Server) -> dict[str, Any]:
+  def _agreement(self, answer: Finished, index: int, server: Server) -> dict[str, Any]:
     """Overlap and acceptance of the draft that serves, and of the floor draft."""
     # The newest draft is measured, which may be newer than the one that answered: it
     # has not trained on this request, so the measurement is prequential.
     newest = server.draft_params if self._cache is None else self._cache
-    measured = [newest, *[self._pair.draft_params][: self._floor]]
+    drafts = [newest]
+    if self._floor_every and index % self._floor_every == 0:
+      drafts.append(self._pair.draft_params)
     figures = [
-      agreement.of_answer(self._pair.draft, params, done, server.shortlist)
-      for params in measured
+      agreement.of_answer(self._pair.draft, params, answer, server.shortlist)
+      for params in drafts
     ]
     online, *floors = jax.device_get(figures)
-    if self._cache is not None and done.request.remember:
-      self._cache = agreement.absorbed(self._pair.draft, self._cache, done)
+    if self._cache is not None and answer.request.remember:
+      self._cache = agreement.absorbed(self._pair.draft, self._cache, answer)
     row = {
       "overlap": float(online.distribution_overlap[0]),
       "overlap_upper": float(online.distribution_overlap_upper[0]),
@@ -137,7 +147,7 @@ class Meter:
       row["floor_acceptance_rate"] = float(floor.acceptance_rate[0])
     return row
 
-  def _compared(self, done: Finished, server: Server) -> dict[str, Any]:
+  def _compared(self, answer: Finished, index: int, server: Server) -> dict[str, Any]:
     """Fields of a request that was served plainly and with the floor draft too."""
     self.warm_up()
     assert self._rivals is not None
@@ -145,25 +155,27 @@ class Meter:
     # end first. The time that serving would have lost to it is charged to the request.
     waiting, share = time.perf_counter(), _lost_share(server)
     server.wait()
-    waited = (time.perf_counter() - waiting) * 1e3
-    plain, floor = self._rivals.serve(done, server.engine.shortlist)
+    wait_ms = (time.perf_counter() - waiting) * 1e3
+    plain, floor = self._rivals.serve(answer, server.engine.shortlist)
     row = {
-      "plain_ms_per_token": plain.milliseconds / len(done.tokens),
-      "floor_ms_per_token": floor.milliseconds / len(done.tokens),
+      "plain_ms_per_token": plain.milliseconds / len(answer.tokens),
+      "floor_ms_per_token": floor.milliseconds / len(answer.tokens),
       **_counts(floor, "floor_"),
-      "update_wait_ms": waited * share,
+      "update_wait_ms": wait_ms * share,
     }
-    if certificate.applies(self._sampling, self._decoding):
-      judged = self._certifier.judge([(plain, done)], done.request.tag)
-      row["certificate"] = dataclasses.asdict(judged)
-    spent = (time.perf_counter() - waiting) * 1e3
-    row["compare_ms"] = spent - row["update_wait_ms"]
+    if certificate.applies(answer.request.sampling, self._decoding):
+      verdict = self._certifier.judge([(plain, answer)], index)
+      row["certificate"] = verdict
+    total_ms = (time.perf_counter() - waiting) * 1e3
+    row["compare_ms"] = total_ms - row["update_wait_ms"]
     return row
 
 
-def _counts(done: Finished, prefix: str) -> dict[str, float | None]:
-  rate = metrics.draft_acceptance_rate(done.accepted, done.drafted)
-  tokens_per_call = metrics.tokens_per_target_call(len(done.tokens), done.target_calls)
+def _counts(answer: Finished, prefix: str) -> dict[str, float | None]:
+  rate = metrics.draft_acceptance_rate(answer.accepted, answer.drafted)
+  tokens_per_call = metrics.tokens_per_target_call(
+    len(answer.tokens), answer.target_calls
+  )
   return {
     f"{prefix}draft_acceptance_rate": rate,
     f"{prefix}tokens_per_target_call": tokens_per_call,
@@ -211,10 +223,12 @@ class Rivals:
     The floor draft's head covers the tokens of `shortlist` too, so that only learning
     distinguishes it from the online draft.
     """
-    covered = self._floor.engine.shortlist
-    if covered is not None and covered.tolist() != np.asarray(shortlist).tolist():
+    present = self._floor.engine.shortlist
+    if present is not None and present.tolist() != np.asarray(shortlist).tolist():
       self._floor.engine.swap(self._pair.draft_params, 0, shortlist)
-    request = online.request
+    request, length = online.request, len(online.tokens)
+    if request.watch is not None:  # it belongs to a client, who has the answer already
+      request = dataclasses.replace(request, watch=None, max_new_tokens=length)
     # A floor draft that is a cache never changes either: it sees the prompt alone.
     remembers = request.remember and not pairs.adapts_untrained(self._pair)
     unchanged = dataclasses.replace(request, remember=remembers)

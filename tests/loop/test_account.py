@@ -1,48 +1,21 @@
 """Accounts of a run from metrics.jsonl: wall time and verdict."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from made_rows import request, update
 
-from osd_jax.costs import account
-
-UPDATE = {"kind": "update", "steps": 6, "wait_ms": 0.0, "skipped": 0}
+from osd_jax.loop import account
+from osd_jax.loop import rows as rows_lib
 
 ROWS = [
-  {"kind": "start", "loading_ms": 2e3, "compiling_ms": 30e3, "measuring_ms": 6e3},
-  {
-    "kind": "request",
-    "index": 0,
-    "decode_ms": 3000.0,
-    "metering_ms": 500.0,
-    "run_seconds": 4.0,
-  },
-  {
-    "kind": "request",
-    "index": 1,
-    "decode_ms": 1000.0,
-    "compare_ms": 750.0,
-    "update_wait_ms": 100.0,
-    "run_seconds": 9.0,
-  },
-  {"kind": "update", "update_ms": 20_000.0, "wait_ms": 250.0, "skipped": 2},
-  {"kind": "summary", "wall_seconds": 10.0},
+  rows_lib.Start(loading_ms=2e3, compiling_ms=30e3, measuring_ms=6e3),
+  request(0, decode_ms=3000.0, metering_ms=500.0, run_seconds=4.0),
+  request(1, decode_ms=1000.0, compare_ms=750.0, update_wait_ms=100.0, run_seconds=9.0),
+  update(update_ms=20_000.0, wait_ms=250.0, skipped=2),
+  rows_lib.Summary(wall_seconds=10.0),
 ]
-
-
-def request(**changes):
-  """Returns a request of 30 tokens: 10 ms per request and 10 rounds of 11 ms."""
-  row = {
-    "kind": "request",
-    "index": 0,
-    "source": "maths",
-    "target_calls": 10,
-    "drafted": 70,
-    "output_tokens": 30,
-    "acceptance_rate": 0.8,
-    "floor_acceptance_rate": 0.5,
-    "decode_ms": 10.0 + 110.0,
-  }
-  return {**row, **changes}
 
 
 def compared(plain=125 / 30, frozen=(10 + 15 * 11) / 30, **changes):
@@ -80,8 +53,8 @@ def test_table_adds_up_and_puts_learning_below():
 
 
 def test_metering_on_another_thread_is_not_part_of_wall_time():
-  rows = [dict(row) for row in ROWS]
-  rows[1] |= {"metering_ms": 0.0, "metering_beside_ms": 500.0}
+  rows = ROWS.copy()
+  rows[1] = dataclasses.replace(ROWS[1], metering_ms=0.0, metering_beside_ms=500.0)
   found = account.Account.of(rows)
   assert (found.metered, found.parts["metering"]) == (0.5, 0.0)
   assert found.parts["rest"] == pytest.approx(4.9)
@@ -90,7 +63,7 @@ def test_metering_on_another_thread_is_not_part_of_wall_time():
 def test_wall_time_without_start_or_summary_is_counted_from_the_first_request():
   assert account.Account.of(ROWS[1:4]).wall == 9.0
   # The summary of a resumed session counts only that session.
-  late = [*ROWS[1:4], {"kind": "summary", "wall_seconds": 1.0}]
+  late = [*ROWS[1:4], rows_lib.Summary(wall_seconds=1.0)]
   assert account.Account.of(late).wall == 9.0
 
 
@@ -104,7 +77,7 @@ def test_account_is_none_without_requests_or_times():
 
 
 def test_verdict_compares_with_plain_and_frozen_over_all_requests():
-  rows = [compared(), request(), UPDATE | {"wait_ms": 40.0}, request()]
+  rows = [compared(), request(), update(wait_ms=40.0), request()]
   found = account.verdict(rows)
   assert found.served_ms == 3 * 120 + 40
   assert found.plain_ms == pytest.approx(3 * 125)
@@ -151,9 +124,9 @@ def test_estimate_from_random_comparisons_is_unbiased():
 
 def test_update_after_the_last_request_does_not_count():
   """Otherwise the last progress line and the report would state different numbers."""
-  rows = [compared(), UPDATE | {"wait_ms": 5.0}, compared()]
+  rows = [compared(), update(wait_ms=5.0), compared()]
   before = account.verdict(rows)
-  after = account.verdict([*rows, UPDATE | {"wait_ms": 1e6}])
+  after = account.verdict([*rows, update(wait_ms=1e6)])
   assert before.fields() == after.fields() and before.sentence() == after.sentence()
   assert before.served_ms == 245.0
 
@@ -166,7 +139,7 @@ def test_update_time_during_comparisons_is_charged():
 def test_time_of_the_gate_is_charged():
   rows = [compared(gate_ms=80.0)]
   assert account.verdict(rows).served_ms == 200.0
-  clock = {"kind": "summary", "wall_seconds": 1.0}
+  clock = rows_lib.Summary(wall_seconds=1.0)
   assert account.Account.of([*rows, clock]).parts["drafts for the gate"] == 0.08
   assert "drafts for the gate" not in account.Account.of([compared(), clock]).parts
 
@@ -177,8 +150,8 @@ def test_verdict_is_empty_without_comparisons():
 
 
 def test_resumed_verdict_equals_uninterrupted_one():
-  rows = [compared(), UPDATE | {"wait_ms": 3.0}, request(source="b"), compared()]
+  rows = [compared(), update(wait_ms=3.0), request(source="b"), compared()]
   state = account.verdict(rows[:2])
   for row in rows[2:]:
-    state = account.observe(state, row["kind"], row)
+    state = account.observe(state, row)
   assert state == account.verdict(rows)

@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-Row = Mapping[str, Any]
-
+from osd_jax.loop import rows as rows_lib
 
 # --- Where the time went ------------------------------------------------------------
 
@@ -38,16 +37,18 @@ class Account:
   skipped: int
 
   @classmethod
-  def of(cls, rows: Iterable[Row]) -> "Account | None":
+  def of(cls, rows: Iterable[rows_lib.Row]) -> "Account | None":
     """Returns the account of a run; None if it served nothing or has no times."""
     rows = list(rows)
-    requests, updates = _of_kind(rows, "request"), _of_kind(rows, "update")
-    # `run_seconds` counts from the first request, over all sessions.
-    clocks = [row.get("run_seconds") or row.get("wall_seconds") or 0.0 for row in rows]
+    requests = rows_lib.of(rows_lib.Request, rows)
+    updates = rows_lib.of(rows_lib.Update, rows)
+    # Both count from the first request, over all sessions.
+    clocks = [row.run_seconds for row in requests]
+    clocks += [row.wall_seconds for row in rows_lib.of(rows_lib.Summary, rows)]
     served = max(clocks, default=0.0)
     if not requests or not served:
       return None
-    starts = _of_kind(rows, "start")
+    starts = rows_lib.of(rows_lib.Start, rows)
     before = {
       "loading": _sum(starts, "loading_ms") / 1e3,
       "compiling": _sum(starts, "compiling_ms") / 1e3,
@@ -203,19 +204,19 @@ class Verdict:
     )
 
 
-def observe(state: Verdict, kind: str, row: Row) -> Verdict:
-  """Adds one row of metrics.jsonl; kinds other than update and request are ignored."""
-  if kind == "update":
+def observe(state: Verdict, row: rows_lib.Row) -> Verdict:
+  """Adds one row of metrics.jsonl; all but updates and requests are ignored."""
+  if isinstance(row, rows_lib.Update):
     waited = state.waited_ms + _ms(row, "wait_ms")
     return dataclasses.replace(state, waited_ms=waited, updates=state.updates + 1)
-  if kind != "request":
+  if not isinstance(row, rows_lib.Request):
     return state
-  tokens, name = row["output_tokens"], row.get("source", "")
+  tokens, name = row.output_tokens, row.source
   topic = state.topics.get(name, Topic())
-  plain, frozen = row.get("plain_ms_per_token"), row.get("floor_ms_per_token")
+  plain, frozen = row.plain_ms_per_token, row.floor_ms_per_token
   is_compared = bool(plain and frozen)
   topic = dataclasses.replace(topic, tokens=topic.tokens + tokens)
-  if is_compared:
+  if plain and frozen:
     topic = dataclasses.replace(
       topic,
       compared=topic.compared + tokens,
@@ -241,26 +242,24 @@ def observe(state: Verdict, kind: str, row: Row) -> Verdict:
   return dataclasses.replace(state, behind=state.requests)
 
 
-def verdict(rows: Iterable[Row]) -> Verdict:
+def verdict(rows: Iterable[rows_lib.Row]) -> Verdict:
   """Returns the verdict of a log."""
   state = Verdict()
   for row in rows:
-    state = observe(state, row["kind"], row)
+    state = observe(state, row)
   return state
 
 
-def _waited_ms(requests: Sequence[Row], updates: Sequence[Row]) -> float:
+def _waited_ms(
+  requests: Sequence[rows_lib.Request], updates: Sequence[rows_lib.Update]
+) -> float:
   return _sum(updates, "wait_ms") + _sum(requests, "update_wait_ms")
 
 
-def _of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
-  return [row for row in rows if row["kind"] == kind]
-
-
-def _ms(row: Row, name: str) -> float:
-  value = row.get(name) or 0.0
+def _ms(row: rows_lib.Row, name: str) -> float:
+  value = getattr(row, name) or 0.0
   return value if math.isfinite(value) else 0.0
 
 
-def _sum(rows: Iterable[Row], name: str) -> float:
+def _sum(rows: Iterable[rows_lib.Row], name: str) -> float:
   return float(sum(_ms(row, name) for row in rows))

@@ -1,0 +1,1 @@
+"""The loop of `osd online` and `osd serve`: serve, measure, gate, learn, log."""

@@ -1,0 +1,114 @@
+"""The logs of a loop: rows, answers, the verdict on learning, and alarms.
+
+A run that continues cuts its logs back to the rows that its checkpoint counted, and
+computes the verdict and the alarms again from these rows.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from osd_jax.costs.table import Costs
+from osd_jax.loop import account, alarms
+from osd_jax.loop import rows as rows_lib
+from osd_jax.runs import log as log_lib
+from osd_jax.runs.directory import RunDirectory
+
+_IDS = ("prompt_ids", "output_ids")
+# `keep_outputs` -> fields of an answer that outputs.jsonl lacks.
+_ABSENT = {"ids": (), "text": _IDS, "numbers": (*_IDS, "prompt", "text")}
+
+
+class Log:
+  """The logs of one run, and the verdict and alarms computed from their rows.
+
+  Attributes:
+    rows: metrics.jsonl; None without a run directory.
+    outputs: outputs.jsonl; likewise.
+    on_row: called with kind and fields of every row.
+  """
+
+  def __init__(
+    self,
+    directory: RunDirectory | None,
+    keep_outputs: str,
+    tensorboard: bool,
+    announce: Callable[[str], object],
+    learns: bool,
+  ):
+    """Opens both logs; without a directory, rows are only passed to `on_row`.
+
+    `announce` is called with each text for the user. Only a draft that `learns` has a
+    verdict on learning. For `keep_outputs` see `Settings`.
+    """
+    self._announce, self._learns = announce, learns
+    self._keep_outputs = keep_outputs
+    self.on_row: Callable[[str, Mapping[str, Any]], object] = lambda kind, row: None
+    self.rows: log_lib.MetricsLog | None = None
+    self.outputs: log_lib.JsonLines | None = None
+    if directory is not None:
+      events = directory.tensorboard_path if tensorboard else None
+      self.rows = log_lib.MetricsLog(directory.metrics_path, events)
+      self.outputs = log_lib.JsonLines(directory.outputs_path)
+    self._verdict, self._alarms = account.Verdict(), alarms.AlarmState()
+
+  def write_costs(self, costs: Costs) -> None:
+    """Logs the run's measured costs."""
+    self._append("costs", dataclasses.asdict(costs))
+
+  def write(self, kind: str, row: dict[str, Any], finished: int) -> None:
+    """Logs a row, the verdict so far, and the alarms that start or end here.
+
+    The fields of the verdict are added to the row of a request. `finished` requests
+    have finished, which alarms note.
+    """
+    # Observed before the row is written, so that a request's row holds the verdict that
+    # includes it.
+    entry = rows_lib.KINDS[kind](**row)
+    self._verdict = account.observe(self._verdict, entry)
+    if kind == "request" and self._learns:
+      row |= self._verdict.fields()
+    self._append(kind, row)
+    self._alarms, changes = alarms.observe(self._alarms, entry, finished)
+    for alarm in changes:
+      self._append(alarm.kind, vars(alarm))
+      self._announce(alarm.text)
+
+  def write_output(self, answer: Mapping[str, Any]) -> None:
+    """Logs what `keep_outputs` keeps of an answer, which has `prompt_ids` too."""
+    if self._keep_outputs == "none" or self.outputs is None:
+      return
+    absent = _ABSENT[self._keep_outputs]
+    row = {name: value for name, value in answer.items() if name not in absent}
+    self.outputs.append(log_lib.strict(row)[0])
+
+  def log_event(self, kind: str, text: str, **fields: Any) -> None:
+    """Logs a sentence, and shows it."""
+    self._announce(text)
+    self._append("event", {"finished": 0, **fields, "name": kind, "text": text})
+
+  def read(self) -> Iterator[dict[str, Any]]:
+    """Yields the rows of metrics.jsonl."""
+    return iter(()) if self.rows is None else log_lib.read(self.rows.path)
+
+  def restore(self) -> float:
+    """Computes the verdict and the alarms from the rows of the log.
+
+    Returns the seconds that the run had served when its last row was written.
+    """
+    rows = [] if self.rows is None else rows_lib.read(self.rows.path)
+    self._alarms = alarms.replay(rows)
+    self._verdict = account.verdict(rows)
+    requests = rows_lib.of(rows_lib.Request, rows)
+    return max((row.run_seconds for row in requests), default=0.0)
+
+  def close(self) -> None:
+    """Closes both logs."""
+    for file in (self.rows, self.outputs):
+      if file is not None:
+        file.close()
+
+  def _append(self, kind: str, row: Mapping[str, Any]) -> None:
+    if self.rows is not None:
+      self.rows.write(rows_lib.KINDS[kind](**row))
+    self.on_row(kind, row)

@@ -99,7 +99,7 @@ FAULTS = [
   ),
   Fault(
     "ages that are already drawn keep their weight",
-    "jax.lax.top_k(jnp.where(is_drawn, scores, -jnp.inf), count)[1]",
+    "jax.lax.top_k(jnp.where(ages < size, scores, -jnp.inf), count)[1]",
     "jax.random.randint(key, (count,), 0, jnp.maximum(size, 1))",
     BUFFER,
   ),

@@ -60,7 +60,7 @@ def subsample(
   if 0 < config.num_positions < batch.mask.shape[1]:
     positions = _draw_positions(config, batch, key_positions)
     batch = _at_positions(batch, positions)
-  # At least as many columns as a record has entries: `distillation_loss` reads them all.
+  # At least as many columns as a record has entries, because the loss reads them all.
   count = max(config.num_tokens, batch.records.ids.shape[-1])
   if config.num_tokens and count < vocab_size:
     tokens, log_weights = _draw_tokens(config, batch, key_tokens, vocab_size, count)

@@ -128,6 +128,12 @@ FAULTS = [
     SCHEDULE,
   ),
   Fault(
+    "a loss compares fewer tokens than a record has",
+    "  count = max(config.num_tokens, batch.records.ids.shape[-1])",
+    "  count = config.num_tokens",
+    "tests/distillation/test_subsample.py -k in_full",
+  ),
+  Fault(
     "a shift needs no past",
     "if len(earlier) >= SHORT else 0.0",
     "if len(earlier) else 0.0",

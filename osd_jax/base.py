@@ -210,9 +210,12 @@ def from_json(value: Any, kind: Any) -> Any:
   if origin is Annotated:
     return from_json(value, inner[0])
   if origin in (typing.Union, types.UnionType):
-    restored = (from_json(value, part) for part in inner)
-    fitting = (x for x, part in zip(restored, inner) if is_of_type(x, part))
-    return next(fitting, value)
+    for part in inner:
+      with contextlib.suppress(TypeError):  # the fields of another part
+        restored = from_json(value, part)
+        if is_of_type(restored, part):
+          return restored
+    return value
   if origin is tuple and isinstance(value, list | tuple):
     kinds = _entry_types(inner, len(value))
     fits = len(kinds) == len(value)

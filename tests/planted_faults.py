@@ -128,6 +128,12 @@ FAULTS = [
     SCHEDULE,
   ),
   Fault(
+    "a loss compares fewer tokens than a record has",
+    "  count = max(config.num_tokens, batch.records.ids.shape[-1])",
+    "  count = config.num_tokens",
+    "tests/distillation/test_subsample.py -k in_full",
+  ),
+  Fault(
     "a shift needs no past",
     "if len(earlier) >= SHORT else 0.0",
     "if len(earlier) else 0.0",
@@ -323,8 +329,8 @@ FAULTS = [
   ),
   Fault(
     "positions outside the mask are learnt",
-    "chosen = batch.mask & (batch.weight > 0)[:, None]",
-    "chosen = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
+    "is_read = batch.mask & (batch.weight > 0)[:, None]",
+    "is_read = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
     "tests/distillation/test_losses.py",
   ),
   Fault(

@@ -13,6 +13,7 @@ import tiny_pair
 from osd_jax import base, offline, runs, sharding
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.examples import topic_task
+from osd_jax.distillation import losses, optimizers
 from osd_jax.distillation import update as updates
 from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import weights
@@ -63,7 +64,13 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
       record_top_k=tiny_pair.VOCAB_SIZE,
     ),
     sample_source="mix_request",
-    update=updates.UpdateConfig(num_new=2, num_replay=2),
+    update=updates.UpdateConfig(
+      optimizers.OptimizerConfig(learning_rate=1e-3, warmup_steps=0),
+      losses.LossConfig("forward_kl", num_positions=0, num_tokens=0),
+      num_new=2,
+      num_replay=2,
+      ema_decay=0.0,
+    ),
     steps=12,
     evaluate_every=6,
     run_directory=str(folder / "run"),

@@ -595,8 +595,8 @@ FAULTS = [
   ),
   Fault(
     "a checkpoint does not wait until all answers are processed",
-    "    self._rows += self._calls.wait()\n    # The rows in flight",
-    "    # The rows in flight",
+    "      self._rows += self._calls.wait()\n      # The rows in flight",
+    "      # The rows in flight",
     ONLINE,
   ),
   # Decoder-only models.

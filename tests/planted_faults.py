@@ -1,10 +1,10 @@
-"""Plants faults one at a time and checks that the tests catch each of them.
+"""Plants faults one at a time and checks that the tests catch every fault.
 
         python tests/planted_faults.py                 # all: an hour on two cores
         python tests/planted_faults.py adaptive.py     # by file or name
 
-A fault replaces a text of the package and names the tests that should fail. It is
-planted in a copy of the package, so the working tree never changes. The same tests must
+A fault replaces a text of a package and names the tests that should fail. It is
+planted in a copy of them, so the working tree never changes. The same tests must
 pass in a copy without the fault. `make test` and CI do not run this program.
 """
 
@@ -20,10 +20,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 900  # seconds for the tests of one fault; a hanging test counts as failed
-COPIED = (
-  *("osd_jax", "osd_serve", "osd_tools", "tests", "gin_configs", "docs"),
-  "pyproject.toml",
-)
+PACKAGES = ("osd_jax", "osd_serve", "osd_tools")
+COPIED = (*PACKAGES, "tests", "gin_configs", "docs", "pyproject.toml")
 
 
 class Fault(NamedTuple):
@@ -31,7 +29,7 @@ class Fault(NamedTuple):
 
   Attributes:
     name: what goes wrong.
-    right: a text that occurs once in the package.
+    right: a text that occurs once in the packages.
     wrong: the text that replaces it.
     tests: arguments of pytest, separated by spaces; `-k` takes one word.
   """
@@ -858,8 +856,8 @@ FAULTS = [
   ),
   Fault(
     "a request that must not draft is forgotten",
-    "request.sampling.settings(limit, request.speculative, request.cache_salt)",
-    "request.sampling.settings(limit, True, request.cache_salt)",
+    "draws.settings(limit, request.speculative, request.cache_salt)",
+    "draws.settings(limit, True, request.cache_salt)",
     f"{DRAFTING} -k must_not",
   ),
   Fault(
@@ -966,14 +964,14 @@ FAULTS = [
 
 def main(words: list[str]) -> int:
   """Returns 1 if a fault survives or if tests fail without a fault, else 0."""
-  chosen = [
+  faults = [
     fault
     for fault in FAULTS
     if not words or any(word in f"{where(fault)} {fault.name}" for word in words)
   ]
   ready: dict[str, bool] = {}
   caught, total = collections.Counter(), collections.Counter()
-  for fault in chosen:
+  for fault in faults:
     if fault.tests not in ready:
       ready[fault.tests] = outcome(None, fault.tests) == "passed"
     started = time.perf_counter()
@@ -991,10 +989,11 @@ def main(words: list[str]) -> int:
 
 
 def where(fault: Fault) -> str:
-  """Returns the file of the package that contains the text of the fault."""
+  """Returns the file of a package that contains the text of the fault."""
   files = [
     str(path.relative_to(ROOT))
-    for path in sorted((ROOT / "osd_jax").rglob("*.py"))
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
     if fault.right in path.read_text()
   ]
   if len(files) != 1 or (ROOT / files[0]).read_text().count(fault.right) != 1:
@@ -1024,7 +1023,7 @@ def run(copy: Path, tests: str) -> str:
   }
   command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
   try:
-    done = subprocess.run(
+    tests_run = subprocess.run(
       [*command, *tests.split()],
       cwd=copy,
       env=environment,
@@ -1034,8 +1033,8 @@ def run(copy: Path, tests: str) -> str:
     )
   except subprocess.TimeoutExpired:
     return "failed"
-  known = {0: "passed", 1: "failed"}
-  return known.get(done.returncode, f"ended with {done.returncode}")
+  outcomes = {0: "passed", 1: "failed"}
+  return outcomes.get(tests_run.returncode, f"ended with {tests_run.returncode}")
 
 
 if __name__ == "__main__":

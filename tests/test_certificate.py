@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tabular_pair
 import tiny_online
+from made_rows import of_kind
 
 from osd_jax import base, certificate, corpus, evaluate, pairs, runs, sharding, testing
 from osd_jax.data.batches import BatchConfig
@@ -164,7 +165,7 @@ def test_non_finite_scores_fail_also_when_read_from_a_log(tmp_path, score):
   assert "NOT EXACT" in bad.sentence()
   directory = runs.RunDirectory.start(tmp_path / "run")
   with runs.MetricsLog(directory.metrics_path) as log:
-    log.write("request", {"certificate": dataclasses.asdict(bad)})
+    log.write(of_kind("request", certificate=bad))
   verdict = certificate.of_rows(runs.read(directory.metrics_path))
   assert not verdict.passed and verdict.failures[0].emitted_score is None
   text = verdict.sentence()

@@ -106,6 +106,9 @@ def config(
 
 
 if __name__ == "__main__":
-  folder, directory = sys.argv[1:]
+  folder, directory, *kind = sys.argv[1:]
   files = {n: str(Path(folder) / f"{n}.safetensors") for n in ("target", "draft")}
-  online.run(config(pairs.PairConfig(**files), Path(directory)))
+  pair = pairs.PairConfig(**files)
+  if kind == ["attached"]:
+    pair = attached(pair)
+  online.run(config(pair, Path(directory)))

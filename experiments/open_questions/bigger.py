@@ -40,8 +40,8 @@ def bigger(setting: Setting) -> Answers:
 
 def of_size(setting: Setting, shape: Cell, same_compute: bool, seed: int) -> Cell:
   """Distils a draft of a size; returns its figures on a stream and held-out overlap."""
-  own, usual = sized(setting, shape), sized(setting, {})
-  times = products(own) / products(usual)
+  size, usual = sized(setting, shape), sized(setting, {})
+  times = products(size) / products(usual)
   steps = round(STEPS / times) if same_compute else STEPS
   folder = (
     setting.out / "bigger" / f"{'_'.join(map(str, shape.values()))}_{steps}_{seed}"
@@ -52,10 +52,10 @@ def of_size(setting: Setting, shape: Cell, same_compute: bool, seed: int) -> Cel
     f"OptimizerConfig.learning_rate={RATE}",
     f"SamplingConfig.seed={seed}",
   ]
-  held_out = distilled(own, folder, steps, TEXTS, bindings)
+  held_out = distilled(size, folder, steps, TEXTS, bindings)
   order = setting.order("sharp", seed)
-  params = own.pair.load_draft(str(folder / "draft.safetensors"))
-  course = own.fixed(params, order)
+  params = size.pair.load_draft(str(folder / "draft.safetensors"))
+  course = size.fixed(params, order)
   floor = setting.fixed(setting.pair.draft_params, order)
   return (
     setting.figures(course, floor)

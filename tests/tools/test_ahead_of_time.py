@@ -269,7 +269,7 @@ def test_programs_that_a_compiler_refuses_are_named(
 
   monkeypatch.setattr(jax.stages.Lowered, "compile", compile_or_refuse)
   found = ahead_of_time.run(compile_config(lively_pair, tmp_path))
-  refused = {row["program"]: row["said"] for row in rows_of(found, "refused")}
+  refused = {row["program"]: row["text"] for row in rows_of(found, "refused")}
   names = [row["program"] for row in rows_of(found, "program")]
   assert len(refused) == 2 and len(names) == 9 and not set(names) & set(refused)
   for name, text in refused.items():

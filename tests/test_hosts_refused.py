@@ -9,9 +9,10 @@ import pytest
 from osd_jax import base, pairs, runs, sharding
 from osd_jax.distillation.learner import Learner, LearningConfig
 from osd_jax.engine import engine, requests
+from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, Request
 from osd_tools import replicas
 
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   rows=1, num_draft_tokens=1, source_lengths=(8,), target_length=4
 )
 
@@ -32,7 +33,7 @@ def decoding(**changes):
   def serve(loaded):
     models = loaded.target, loaded.target_params, loaded.draft, loaded.draft_params
     config = dataclasses.replace(DECODING, **changes)
-    engine.Engine(config, *models).run([engine.Request(np.asarray([5], np.int32))])
+    engine.Engine(config, *models).run([Request(np.asarray([5], np.int32))])
 
   return serve
 
@@ -44,7 +45,7 @@ def of_replicas(loaded):
   )
 
 
-ADAPTIVE = engine.AdaptiveConfig(candidates=(0, 1))
+ADAPTIVE = AdaptiveConfig(candidates=(0, 1))
 SHARED = {  # what one process accepts
   r"LearningConfig\.free_updates.*several": learner,
   r"AdaptiveConfig\.costs.*their own measurements": decoding(adaptive=ADAPTIVE),

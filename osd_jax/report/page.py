@@ -71,12 +71,12 @@ def conclude(
   of the report.
   """
   rows = rows_lib.read(directory.metrics_path)
-  found = tables.summary(rows)
-  for title, table in {**found.tables, **found.details}.items():
+  result = tables.summary(rows)
+  for title, table in {**result.tables, **result.details}.items():
     tables.print_table(table, console, title)
   report, note = _write(directory, rows, verdict)
-  facts = [f"{fact.figure}: {fact.sentence}" for fact in found.headline]
-  _say(console, *facts, *found.notes, *found.details_notes, verdict, note)
+  facts = [f"{fact.figure}: {fact.sentence}" for fact in result.headline]
+  _say(console, *facts, *result.notes, *result.details_notes, verdict, note)
   console.print(f"report: {report}", highlight=False, soft_wrap=True)
   return report
 
@@ -173,15 +173,15 @@ def compare(
         f"RUN: received {name}, which served no requests, expected runs of"
         " `osd online`; leave it out."
       )
-  found = tables.comparison(served)
+  result = tables.comparison(served)
   folder = Path(output)
   folder.mkdir(parents=True, exist_ok=True)
-  drawn, note = plots.draw_comparison(served, folder / "plots")
-  written = write_page(folder / "report.html", found, drawn, note=note)
+  pictures, note = plots.draw_comparison(served, folder / "plots")
+  written = write_page(folder / "report.html", result, pictures, note=note)
   if console is not None:
-    tables.print_table(found.tables["Runs"], console)
-    facts = [fact.sentence for fact in found.headline]
-    _say(console, *facts, *found.notes, *found.details_notes, note)
+    tables.print_table(result.tables["Runs"], console)
+    facts = [fact.sentence for fact in result.headline]
+    _say(console, *facts, *result.notes, *result.details_notes, note)
   return written
 
 
@@ -213,11 +213,11 @@ def _write(
   directory: runs.RunDirectory, rows: Sequence[rows_lib.Row], verdict: str
 ) -> tuple[Path, str]:
   """Draws the plots and writes the page; returns its path and why plots are missing."""
-  found = tables.summary(rows)
-  drawn, note = plots.draw_plots(rows, directory.plots_path)
+  result = tables.summary(rows)
+  pictures, note = plots.draw_plots(rows, directory.plots_path)
   if verdict:
-    found = dataclasses.replace(found, notes=[verdict, *found.notes])
-  return write_report(directory, found, drawn, note), note
+    result = dataclasses.replace(result, notes=[verdict, *result.notes])
+  return write_report(directory, result, pictures, note), note
 
 
 # --- report.html ----------------------------------------------------------------------
@@ -225,8 +225,8 @@ def _write(
 
 def write_report(
   directory: runs.RunDirectory,
-  found: tables.Summary,
-  drawn: Sequence[plots.Plot],
+  result: tables.Summary,
+  pictures: Sequence[plots.Plot],
   note: str = "",
 ) -> Path:
   """Writes report.html of a run, with sample answers and provenance; returns its path.
@@ -237,11 +237,11 @@ def write_report(
   provenance = directory.provenance()
   if directory.outputs_path.exists():
     served = {"What was served": _samples(runs.read(directory.outputs_path))}
-    found = dataclasses.replace(found, tables={**found.tables, **served})
+    result = dataclasses.replace(result, tables={**result.tables, **served})
   return write_page(
     directory.report_path,
-    found,
-    drawn,
+    result,
+    pictures,
     subtitle=_subtitle(directory.path, provenance),
     note=note,
     texts={
@@ -254,8 +254,8 @@ def write_report(
 
 def write_page(
   path: Path,
-  found: tables.Summary,
-  drawn: Sequence[plots.Plot],
+  result: tables.Summary,
+  pictures: Sequence[plots.Plot],
   *,
   subtitle: str = "",
   note: str = "",
@@ -271,8 +271,8 @@ def write_page(
     undefined=jinja2.StrictUndefined,
   )
   text = environment.get_template("page.html").render(
-    summary=found,
-    plots=drawn,
+    summary=result,
+    plots=pictures,
     subtitle=subtitle,
     note=note,
     texts=texts or {},
@@ -330,11 +330,11 @@ def _subtitle(path: Path, provenance: Mapping[str, Any]) -> str:
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:
-  known = [value for value in values if value is not None]
+  measured_values = [value for value in values if value is not None]
   return all(
     (isinstance(v, (int, float)) and not isinstance(v, bool))
     or (isinstance(v, str) and re.fullmatch(r"[+-]?[\d.]+[%x]?", v))
-    for v in known
+    for v in measured_values
   )
 
 

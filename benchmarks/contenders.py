@@ -189,9 +189,9 @@ class Ours:
     self.tokens = len(sources) * decoder.config.target_length
 
   def __call__(self) -> list[engine.Finished]:
-    found = self._decoder.run(self._requests)
-    assert sum(len(done.tokens) for done in found) == self.tokens
-    return found
+    answers = self._decoder.run(self._requests)
+    assert sum(len(answer.tokens) for answer in answers) == self.tokens
+    return answers
 
 
 def decoding(

@@ -22,8 +22,8 @@ ATTEMPTS = 32  # each attempt removes at least one difference
 
 def continuations(decoder: engine.Engine, sources: np.ndarray) -> np.ndarray:
   """Returns the tokens [N, T] that a decoder emits for full-length sources [N, S]."""
-  found = decoder.run([engine.Request(tokens=source) for source in sources])
-  return np.stack([done.tokens for done in found])
+  answers = decoder.run([engine.Request(tokens=source) for source in sources])
+  return np.stack([answer.tokens for answer in answers])
 
 
 def speculative(
@@ -45,8 +45,8 @@ def speculative(
     alphas: [N], probability that a drafted token is right, per prompt.
   """
   model = contenders.scripted(draft[0])
-  written = scripts(draft, sources, tokens, alphas)
-  decoder = engine.Engine(config, *target, model, written)
+  params = scripts(draft, sources, tokens, alphas)
+  decoder = engine.Engine(config, *target, model, params)
   for _ in range(ATTEMPTS):
     emitted = continuations(decoder, sources)
     if np.array_equal(emitted, tokens):
@@ -73,7 +73,7 @@ def scripts(
 
 def share_target(decoder: engine.Engine, other: engine.Engine) -> None:
   """Makes two decoders share one served copy of the target, to save memory."""
-  decoder._served = decoder._served._replace(target=other._served.target)
+  decoder.served = decoder.served._replace(target=other.served.target)
 
 
 class FirstTokens:
@@ -105,8 +105,8 @@ def rounds(found: Sequence[engine.Finished], rows: int) -> int:
     rows: B.
   """
   free = [0] * rows
-  for done in found:
-    heapq.heapreplace(free, free[0] + done.target_calls)
+  for answer in found:
+    heapq.heapreplace(free, free[0] + answer.target_calls)
   return max(free)
 
 
@@ -136,9 +136,11 @@ def round_ms(
 
 def draft_acceptance(found: Sequence[engine.Finished]) -> float:
   """Returns accepted / drafted tokens."""
-  return sum(done.accepted for done in found) / sum(done.drafted for done in found)
+  return sum(answer.accepted for answer in found) / sum(
+    answer.drafted for answer in found
+  )
 
 
 def answers(competitors: Mapping[str, Any]) -> dict[str, list[engine.Finished]]:
-  """Returns the answers of every system; this also compiles all of them."""
+  """Returns the answers of every system; this also compiles the systems."""
   return {name: serve() for name, serve in competitors.items()}

@@ -50,7 +50,7 @@ class Frozen:
 
   def per_request(self) -> list[tuple[int, int]]:
     """Returns tokens and target calls of every answered request."""
-    return [(len(done.tokens), done.target_calls) for done in self._answers]
+    return [(len(answer.tokens), answer.target_calls) for answer in self._answers]
 
   def close(self) -> dict[str, float]:
     """Ends the run and returns its figures."""
@@ -58,12 +58,12 @@ class Frozen:
     return served(
       [
         {
-          "output_tokens": len(done.tokens),
-          "target_calls": done.target_calls,
-          "drafted": done.drafted,
-          "accepted": done.accepted,
+          "output_tokens": len(answer.tokens),
+          "target_calls": answer.target_calls,
+          "drafted": answer.drafted,
+          "accepted": answer.accepted,
         }
-        for done in self._answers
+        for answer in self._answers
       ]
     )
 
@@ -186,7 +186,7 @@ def load(configs: Mapping[str, online.OnlineConfig]) -> dict[str, pairs.Pair]:
 def _with_served(
   model: base.Model, params: base.Params, served: base.Params
 ) -> base.Model:
-  """Returns the model with a ready served copy of these parameters.
+  """Returns a model that already has a served copy of some parameters.
 
   Other parameters are prepared as usual. This includes traced ones, because inside a
   compiled call the ready copy would become a constant.

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import rich.console
 
-from osd_jax import assets, base, gguf_files, pairs, runs
+from osd_jax import assets, base, formats, pairs, runs
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import weights
-from osd_jax.models.convert import folders, hugging_face, t5x
+from osd_jax.models.convert import folders, hugging_face
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import T5Config
 
@@ -60,38 +60,38 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   runs.check_output("ConvertConfig.output", config.output, kind)
   source = assets.resolve(config.source, "ConvertConfig.source")
   kind = _kind_of(source)
-  held = _READERS[kind](config, source)
+  model = _READERS[kind](config, source)
   # A given shape is only a check here: these formats store their own.
   if config.model is not None and kind != _T5X:
-    _check_model(config, held.config)
+    _check_model(config, model.config)
   tokenizer: dict[str, bytes] = {}
   if config.vocabulary:
     path = assets.resolve(config.vocabulary, "ConvertConfig.vocabulary")
     vocabulary = Vocabulary.load(path, config.extra_ids)
-    pairs.check_vocabulary(config, "source", held, vocabulary)
+    pairs.check_vocabulary(config, "source", model, vocabulary)
     # With the fingerprint, loading can refuse another vocabulary of the same size.
-    held = dataclasses.replace(held, vocabulary=vocabulary.fingerprint)
+    model = dataclasses.replace(model, vocabulary=vocabulary.fingerprint)
     tokenizer = tokenizer_files(vocabulary)
   if to_folder:
-    written = hugging_face.write(config.output, held, tokenizer)
+    output = hugging_face.write(config.output, model, tokenizer)
   else:
-    written = weights.save(config.output, held, storage="as held")
+    output = weights.save(config.output, model, storage="as held")
   console = rich.console.Console(stderr=True)
-  console.print(f"{kind} {source} -> {config.output_kind} {written}", highlight=False)
+  console.print(f"{kind} {source} -> {config.output_kind} {output}", highlight=False)
   if to_folder and not tokenizer:
     console.print("no tokenizer is written, as ConvertConfig.vocabulary is empty")
-  return runs.RunResult(written)
+  return runs.RunResult(output)
 
 
 _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {
   _HUGGING_FACE: lambda config, source: hugging_face.read(source, as_stored=True),
-  _T5X: lambda config, source: t5x.read(source, _shape(config)),
+  _T5X: lambda config, source: formats.tool(_T5X).read(source, _shape(config)),
   _OSD: lambda config, source: weights.load(source, as_stored=True),
 }
 
 
 def _kind_of(source: Path) -> str:
-  if gguf_files.is_gguf(source):
+  if formats.reader_of(source):
     return _HUGGING_FACE
   if source.is_file():
     return _OSD
@@ -99,14 +99,14 @@ def _kind_of(source: Path) -> str:
     return _HUGGING_FACE
   if (source / "checkpoint").is_file() or (source / "state").is_dir():
     return _T5X
-  found = "does not exist"
+  content = "does not exist"
   if source.is_dir():
     names = sorted(path.name for path in source.iterdir())
-    found = f"holds {', '.join(names[:5]) or 'nothing'}"
+    content = f"holds {', '.join(names[:5]) or 'nothing'}"
     if advice := folders.kind_of(source):
       raise base.InputError(f"ConvertConfig.source: {source}: {advice}.")
   raise base.InputError(
-    f"ConvertConfig.source: received {source}, which {found}; expected a folder with"
+    f"ConvertConfig.source: received {source}, which {content}; expected a folder with"
     " config.json (transformers), checkpoint or state (t5x's checkpoint_STEP), or a"
     " weights file."
   )
@@ -123,12 +123,12 @@ def _shape(config: ConvertConfig) -> T5Config:
   return config.model
 
 
-def _check_model(config: ConvertConfig, found: ModelConfig) -> None:
-  # embedding_std only matters for initialisation, and no format stores it.
-  if dataclasses.replace(found, embedding_std=1.0) != dataclasses.replace(
-    config.model or found, embedding_std=1.0
+def _check_model(config: ConvertConfig, shape: ModelConfig) -> None:
+  # embedding_std only matters for initialization, and no format stores it.
+  if dataclasses.replace(shape, embedding_std=1.0) != dataclasses.replace(
+    config.model or shape, embedding_std=1.0
   ):
     raise base.InputError(
       f"ConvertConfig.model: received {config.model}, but {config.source} has the"
-      f" shape {found}; leave ConvertConfig.model unset."
+      f" shape {shape}; leave ConvertConfig.model unset."
     )

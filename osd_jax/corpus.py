@@ -14,12 +14,11 @@ import jax
 import numpy as np
 import rich.progress
 
-from osd_jax import base, pairs, runs, sharding
+from osd_jax import base, formats, pairs, runs, sharding
 from osd_jax.data.batches import EncodedExample
 from osd_jax.decoding import records
 from osd_jax.engine.requests import DecodingConfig, Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
-from osd_jax.models import mixture
 from osd_jax.runs.corpus_rows import CorpusRows
 
 STATES_BYTES = 4 * 2**30  # of a corpus, in the memory of the host
@@ -58,61 +57,60 @@ def generate(
   Raises:
     InputError: the folder has rows of another corpus.
   """
-  by_draft = _by_draft(source, len(prompts))
+  by_draft, second = _writer(source, pair, len(prompts))
   # Texts of the target come with its distributions, because decoding recorded them.
   width = pair.draft.state_width if not by_draft.any() else 0
   size = len(prompts) * decoding.source_lengths[-1] * width * 2
   keeps = 0 < size <= STATES_BYTES
   about = _made_from(source, decoding, sampling, pair, prompts) | {"states": keeps}
-  made = CorpusRows(folder, about)
+  rows = CorpusRows(folder, about)
 
-  def left(chosen: np.ndarray) -> dict[int, Request]:
-    indices = np.flatnonzero(chosen).tolist()
-    asked = requests([prompts[index] for index in indices], sampling)
-    return {i: one for i, one in zip(indices, asked, strict=True) if i not in made.rows}
+  def missing(is_ours: np.ndarray) -> dict[int, Request]:
+    indices = np.flatnonzero(is_ours).tolist()
+    ours = requests([prompts[index] for index in indices], sampling)
+    return {i: one for i, one in zip(indices, ours, strict=True) if i not in rows.rows}
 
   def add(index: int, row: base.DistillationBatch) -> None:
     row = row if keeps else row.replace(target_states=None)
-    made.add(index, jax.device_get(row))
+    rows.add(index, jax.device_get(row))
 
   try:
-    _decode(pair, decoding, partition, left(~by_draft), add, bar)
+    _decode(pair, decoding, partition, missing(~by_draft), add, bar)
     # Records of this decoding would be the draft's distributions. The target scores the
     # finished texts below.
     unrecorded = dataclasses.replace(decoding, record_top_k=0)
     texts: dict[int, base.DistillationBatch] = {}
-    by = _writer(source, pair) if by_draft.any() else pair
-    _decode(by, unrecorded, partition, left(by_draft), texts.__setitem__, bar)
+    _decode(second, unrecorded, partition, missing(by_draft), texts.__setitem__, bar)
     order = sorted(texts)
-    written = [texts[index].replace(target_states=None) for index in order]
-    for index, row in zip(order, _score(pair, decoding, written), strict=True):
-      made.add(index, row)
+    unscored = [texts[index].replace(target_states=None) for index in order]
+    for index, row in zip(order, _score(pair, decoding, unscored), strict=True):
+      rows.add(index, row)
   finally:
-    made.flush()  # also after an interruption
-  return stack([made.rows[index] for index in range(len(prompts))])
+    rows.flush()  # also after an interruption
+  return stack([rows.rows[index] for index in range(len(prompts))])
 
 
 def _decode(
   writer: pairs.Pair,
   decoding: DecodingConfig,
   partition: sharding.PartitionConfig,
-  asked: Mapping[int, Request],
+  waiting: Mapping[int, Request],
   take: Callable[[int, base.DistillationBatch], object],
   bar: rich.progress.Progress,
 ) -> None:
   """Answers requests plainly and hands each answer to `take`, with its index."""
-  if not asked:
+  if not waiting:
     return
   # A tag is the same for all requests of a task, so requests are told apart by id.
-  index_of = {id(request): index for index, request in asked.items()}
+  index_of = {id(request): index for index, request in waiting.items()}
   server = plain_server(writer, decoding, partition)
-  with counting(bar, "texts", len(asked)) as count:
+  with counting(bar, "texts", len(waiting)) as count:
 
-    def finished(done: Finished) -> None:
-      take(index_of[id(done.request)], done.batch)
-      count(done)
+    def finish(answer: Finished) -> None:
+      take(index_of[id(answer.request)], answer.batch)
+      count(answer)
 
-    server.run(list(asked.values()), finished)
+    server.run(list(waiting.values()), finish)
 
 
 def _made_from(
@@ -123,13 +121,13 @@ def _made_from(
   prompts: Sequence[EncodedExample],
 ) -> dict[str, Any]:
   """What the rows of a corpus depend on, as JSON values."""
-  written_by = {"target": pair.target_params}
+  models = {"target": pair.target_params}
   if source.sample_source != "teacher":
-    written_by["draft"] = pair.draft_params
+    models["draft"] = pair.draft_params
   tokens = [prompt.tokens.astype(np.int32).tobytes() for prompt in prompts]
   return {
     "prompts": hashlib.sha256(b"".join(tokens)).hexdigest(),
-    "models": runs.fingerprint(written_by),
+    "models": runs.fingerprint(models),
     "texts": source._asdict(),
     "sampling": dataclasses.asdict(sampling),
     "lengths": [decoding.source_lengths[-1], decoding.target_length],
@@ -138,21 +136,20 @@ def _made_from(
   }
 
 
-def _by_draft(source: TextSource, count: int) -> np.ndarray:
-  """[count] bool; prompts that the draft, or the token mix, answers."""
-  share = {"teacher": 0.0, "mix_request": source.mix_share}
-  # A function of the seed and the index, so that a continued run makes the same texts.
-  draws = np.random.default_rng([source.seed, 1]).random(count)
-  return draws < share.get(source.sample_source, 1.0)
+def _writer(
+  source: TextSource, pair: pairs.Pair, count: int
+) -> tuple[np.ndarray, pairs.Pair]:
+  """Returns which prompts a second writer answers, [count] bool, and that writer."""
+  if source.sample_source == "teacher":
+    return np.zeros(count, bool), pair
+  if source.sample_source == "student":
+    return np.ones(count, bool), draft_alone(pair)
+  return formats.tool("mixture").writer(source, pair, count)
 
 
-def _writer(source: TextSource, pair: pairs.Pair) -> pairs.Pair:
-  """A pair whose target is the draft, or the token mix of target and draft."""
-  model, params = pair.draft, pair.draft_params
-  if source.sample_source == "mix_token":
-    model = mixture.mix(pair.target, model, source.mix_share, source.seed)
-    params = {"target": pair.target_params, "draft": params}
-  return dataclasses.replace(pair, target=model, target_params=params)
+def draft_alone(pair: pairs.Pair) -> pairs.Pair:
+  """A pair whose target is the draft."""
+  return dataclasses.replace(pair, target=pair.draft, target_params=pair.draft_params)
 
 
 def _score(
@@ -163,17 +160,17 @@ def _score(
   for start in range(0, len(texts), size):
     part = texts[start : start + size]
     # The last part is filled up with copies, so that one shape is compiled.
-    filled = stack(part + part[-1:] * (size - len(part)))
-    scored = records.teacher_forced(
+    whole = stack(part + part[-1:] * (size - len(part)))
+    target = records.teacher_forced(
       pair.target,
       pair.target_params,
-      filled.source,
-      filled.target,
+      whole.source,
+      whole.target,
       decoding.record_top_k,
       pair.draft.reads_tokens,
     )
-    scored = filled.replace(records=scored.records, token_states=scored.token_states)
-    host = jax.device_get(scored)
+    batch = whole.replace(records=target.records, token_states=target.token_states)
+    host = jax.device_get(batch)
     for row in range(len(part)):
       yield jax.tree.map(lambda leaf, at=row: leaf[at : at + 1], host)
 
@@ -186,7 +183,7 @@ def counting(
   if bar.disable:  # its first line would come only after some time
     bar.console.print(f"{label}: 0/{total} ...", highlight=False)
   task = bar.add_task(label, total=total, figures="")
-  yield lambda done: bar.advance(task)
+  yield lambda answer: bar.advance(task)
   bar.remove_task(task)
 
 

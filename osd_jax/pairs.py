@@ -66,7 +66,7 @@ class PairConfig(base.Config):
     folder: prefix of the paths above, unless they are absolute or shipped.
     attached: shape of a new attached draft; files contain their own.
     sibling_draft: accepts an attached draft of another target of the same sizes: a copy
-      of this one before it was quantised or fine-tuned, or after.
+      of this one before it was quantized or fine-tuned, or after.
     state_layer: for a decoder-only target, the layer whose hidden states an attached
       draft takes; 0 means the layer in the target's file, usually the last.
   """
@@ -189,12 +189,12 @@ class Pair:
       for folder in (tempfile.gettempdir(), Path.cwd(), Path.home()):
         with contextlib.suppress(OSError):
           spare = Path(tempfile.mkdtemp(prefix="osd_draft_", dir=folder))
-          kept = spare / "draft.safetensors"
-          self._write_draft(kept, trained, notes, storage)
+          file = spare / "draft.safetensors"
+          self._write_draft(file, trained, notes, storage)
           break
       else:
         raise
-      raise type(error)(f"{error} The draft is in {kept}.") from error
+      raise type(error)(f"{error} The draft is in {file}.") from error
 
   def _write_draft(
     self, path: str | Path, trained: base.Params, notes: str, storage: str
@@ -205,7 +205,7 @@ class Pair:
       case AttachedConfig():
         assert self.identity is not None
         target = self.identity
-        kept = weights.AttachedWeights(
+        content = weights.AttachedWeights(
           self.draft_config,
           trained,
           target.fingerprint,
@@ -215,8 +215,8 @@ class Pair:
         )
       case _:
         fingerprint = self.vocabulary.fingerprint
-        kept = weights.Weights(self.draft_config, trained, fingerprint, notes)
-    return weights.save(path, kept, storage)
+        content = weights.Weights(self.draft_config, trained, fingerprint, notes)
+    return weights.save(path, content, storage)
 
   def load_draft(self, path: str | Path) -> base.Params:
     """Reads parameters that `save_draft` wrote for the draft of this pair.
@@ -227,13 +227,13 @@ class Pair:
     if not isinstance(self.draft_config, AttachedConfig):
       return weights.load(path).params
     assert self.identity is not None
-    held = attached.load(path, self.identity, bool(self.sibling))
-    if held.config != self.draft_config:
+    draft = attached.load(path, self.identity, bool(self.sibling))
+    if draft.config != self.draft_config:
       raise base.InputError(
-        f"load_draft: {path} holds a draft of the shape {held.config}, expected"
+        f"load_draft: {path} holds a draft of the shape {draft.config}, expected"
         f" {self.draft_config}; load a pair with this draft instead."
       )
-    return self.draft.join(held.params, self.draft.split(self.draft_params)[1])
+    return self.draft.join(draft.params, self.draft.split(self.draft_params)[1])
 
 
 def load_pair(
@@ -264,9 +264,9 @@ def load_pair(
       f"PairConfig.vocabulary: {config.target} does not say which vocabulary it was"
       " trained with; name its vocabulary."
     )
-  wanted = _wanted_extra_ids(target, vocabulary)
-  if config.extra_ids is None and wanted:
-    vocabulary = load_vocabulary(dataclasses.replace(config, extra_ids=wanted))
+  extra_ids = _wanted_extra_ids(target, vocabulary)
+  if config.extra_ids is None and extra_ids:
+    vocabulary = load_vocabulary(dataclasses.replace(config, extra_ids=extra_ids))
   check_vocabulary(config, "target", target, vocabulary)
   # The identity of a target includes its state layer, since a draft that was trained on
   # one layer's states cannot use those of another.
@@ -276,26 +276,31 @@ def load_pair(
   is_attached = isinstance(draft, weights.AttachedWeights)
   states = draft.config.reads if isinstance(draft, weights.AttachedWeights) else ""
   # The target is never trained, so it is kept once, as it is served.
-  kept = EXACT_SERVING.layout if partitioner.mesh.size == 1 else base.Layout.TRAINED
-  target_model = families.build(target.config, "target", states=states, kept=kept)
-  params = served.taken(target.params, config.dtype, kept)
+  layout = EXACT_SERVING.layout if partitioner.mesh.size == 1 else base.Layout.TRAINED
+  target_model = families.build(target.config, "target", states=states, kept=layout)
+  params = served.taken(target.params, config.dtype, layout)
   target_params = partitioner.place_params(target_model, params)
   serving = config.draft_serving
   if draft is None:
     draft_model = ngrams.build(target_model)
     first = draft_model.init(jax.random.key(_SEED))
   else:
-    draft_model, first = _draft_model(draft, target.config, serving, kept), draft.params
+    draft_model, first = (
+      _draft_model(draft, target.config, serving, layout),
+      draft.params,
+    )
   # The draft stays in float32 because it is trained.
   draft_params = partitioner.place_draft(draft_model, first)
   if is_attached:
-    frozen = attached.frozen_of(target.config, target_params, serving, kept)
+    frozen = attached.frozen_of(target.config, target_params, serving, layout)
     draft_params = draft_model.join(draft_params, frozen)
   return Pair(
     target=target_model,
     target_params=target_params,
     rescoring_target=families.build(
-      dataclasses.replace(target.config, dtype="float64"), "rescoring target", kept=kept
+      dataclasses.replace(target.config, dtype="float64"),
+      "rescoring target",
+      kept=layout,
     ),
     draft=draft_model,
     draft_params=draft_params,
@@ -362,15 +367,15 @@ def with_state_layer(config: PairConfig, shape: ModelConfig) -> ModelConfig:
 
 
 def check_vocabulary(
-  config: Any, field: str, held: weights.Weights, vocabulary: Vocabulary
+  config: Any, field: str, model: weights.Weights, vocabulary: Vocabulary
 ) -> None:
   """Raises InputError unless weights fit a vocabulary.
 
   The error names the config, and its `field` with the path of the weights.
   """
   name, path = type(config).__name__, getattr(config, field)
-  own, is_causal = vocabulary.path, not isinstance(held.config, T5Config)
-  sentinels, wanted = vocabulary.extra_ids, _wanted_extra_ids(held, vocabulary)
+  own, is_causal = vocabulary.path, not isinstance(model.config, T5Config)
+  sentinels, needed = vocabulary.extra_ids, _wanted_extra_ids(model, vocabulary)
   if is_causal != vocabulary.is_causal:
     kinds = ("T5", "decoder-only model")
     raise base.InputError(
@@ -378,51 +383,51 @@ def check_vocabulary(
       f" the vocabulary of a {kinds[vocabulary.is_causal]}; name the vocabulary of the"
       " weights."
     )
-  if not isinstance(held.config, T5Config) and vocabulary.eos_ids[0] not in (
-    held.config.eos_ids
+  if not isinstance(model.config, T5Config) and vocabulary.eos_ids[0] not in (
+    model.config.eos_ids
   ):
     raise base.InputError(
-      f"{name}.{field}: {path} ends a sequence with {held.config.eos_ids}, but"
+      f"{name}.{field}: {path} ends a sequence with {model.config.eos_ids}, but"
       f" {name}.vocabulary {own} with {vocabulary.eos_ids[0]}; expected one of them."
       " Correct eos_token_id in generation_config.json of the folder."
     )
   # Reported before the fingerprints, which differ whenever extra_ids is wrong.
-  if wanted not in (None, sentinels):
+  if needed not in (None, sentinels):
     raise base.InputError(
-      f"{name}.extra_ids: received {sentinels}, expected {wanted} for {path}, the"
+      f"{name}.extra_ids: received {sentinels}, expected {needed} for {path}, the"
       " number of sentinel tokens in its vocabulary."
     )
-  if held.vocabulary not in ("", vocabulary.fingerprint):
+  if model.vocabulary not in ("", vocabulary.fingerprint):
     raise base.InputError(
       f"{name}.{field}: {path} was trained with the vocabulary"
-      f" {held.vocabulary[:12]}..., but {name}.vocabulary {own} with extra_ids"
+      f" {model.vocabulary[:12]}..., but {name}.vocabulary {own} with extra_ids"
       f" {sentinels} is {vocabulary.fingerprint[:12]}... ({vocabulary.size} ids);"
       " expected the same. Name the vocabulary of the weights."
     )
   # Published models pad their embedding, so it may be larger than the vocabulary.
-  if held.config.vocab_size < vocabulary.size:
+  if model.config.vocab_size < vocabulary.size:
     raise base.InputError(
-      f"{name}.{field}: {path} has {held.config.vocab_size} token ids, expected at"
+      f"{name}.{field}: {path} has {model.config.vocab_size} token ids, expected at"
       f" least the {vocabulary.size} of {own} with extra_ids {sentinels}."
     )
 
 
-def _wanted_extra_ids(held: weights.Weights, vocabulary: Vocabulary) -> int | None:
+def _wanted_extra_ids(model: weights.Weights, vocabulary: Vocabulary) -> int | None:
   """The number of sentinel tokens that weights need, None if unknown."""
   if vocabulary.is_causal or vocabulary.path.endswith(".json"):
     return None  # a tokenizer.json holds its sentinels
-  if held.vocabulary:
+  if model.vocabulary:
     # The fingerprint covers extra_ids, so trying both usual values finds the right one.
     for count in (0, 100):
-      known = Vocabulary.load(vocabulary.path, count)
-      if known.fingerprint == held.vocabulary:
+      candidate = Vocabulary.load(vocabulary.path, count)
+      if candidate.fingerprint == model.vocabulary:
         return count
     return None
   pieces = vocabulary.size - vocabulary.extra_ids
   # Published models state it in their tokenizer's settings, or have the sizes of T5.
-  is_t5 = pieces == 32_000 and held.config.vocab_size in (32_100, 32_128)
-  stated = stated_extra_ids(vocabulary)
-  return 100 if is_t5 and stated is None else stated
+  is_t5 = pieces == 32_000 and model.config.vocab_size in (32_100, 32_128)
+  own_count = stated_extra_ids(vocabulary)
+  return 100 if is_t5 and own_count is None else own_count
 
 
 def _draft(
@@ -484,6 +489,6 @@ def _read(config: PairConfig, field: str, path: Path) -> weights.Weights:
   read = hugging_face.read if folders.holds_model(path) else weights.load
   with _errors(field):
     # A draft is trained in float32; a target is kept in the type of its file.
-    held = read(path, as_stored=field == "target")
-  shape = dataclasses.replace(held.config, dtype=config.dtype)
-  return dataclasses.replace(held, config=shape)
+    model = read(path, as_stored=field == "target")
+  shape = dataclasses.replace(model.config, dtype=config.dtype)
+  return dataclasses.replace(model, config=shape)

@@ -38,7 +38,7 @@ from osd_serve.scheduler import (
 
 # Several rows, and updates that serving never waits for.
 DECODING = dataclasses.replace(server.DECODING, rows=4)
-LEARNING = dataclasses.replace(server.LEARNING, free_updates=True)
+LEARNING = LearningConfig(free_updates=True)
 PLAIN_SECONDS = 1.0  # for measuring plain steps at the start, without compiling
 FLOOR_EVERY = 4  # one of so many answers is measured with the first draft, too
 CALL_MS = 8.0  # a call that takes this long has no further rounds
@@ -176,8 +176,8 @@ class Service:
   def submit(self, ask: protocol.Ask) -> Call:
     """Queues the answers that a request asks for; raises as `Scheduler.submit`."""
     prompts = [self.encode(one, ask.is_chat) for one in ask.inputs]
-    salt = self._salt(ask.cache_salt)
-    return self.scheduler.submit(prompts, ask.prompt, ask.n, ask.stream, salt)
+    salt, settings = self._salt(ask.cache_salt), ask.settings(self.sampling)
+    return self.scheduler.submit(prompts, settings, ask.n, ask.stream, salt)
 
   async def choice(self, ask: protocol.Ask, event: Event) -> protocol.Choice:
     """Returns the finished answer of an event."""
@@ -186,7 +186,7 @@ class Service:
     text, found = job.text.finish(done.tokens)[0], None
     if ask.echo:
       text = f"{ask.inputs[job.index // ask.n]}{text}"
-    if ask.top_logprobs is not None:
+    if ask.top is not None:
       found = await asyncio.to_thread(self._log_probs, ask, done)
     return protocol.Choice(
       job.index, text, finish_reason(done), len(job.request.tokens), done, found
@@ -311,7 +311,7 @@ class Service:
       rounds = math.ceil(CALL_MS / step_ms)
       engine.watched_rounds = min(rounds, engine.watched_rounds)
 
-  def _salt(self, text: str) -> int:
+  def _salt(self, text: str | None) -> int:
     """Returns the salt of cache entries, 64 bits, for a request's `cache_salt`."""
     if not text:
       return 0

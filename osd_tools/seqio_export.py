@@ -80,8 +80,8 @@ def _dataset(
   del split, shuffle_files, seed  # one split, read in order
 
   def generate() -> Iterator[dict[str, bytes]]:
-    for found in examples.texts(task):
-      values = (found.prompt, found.reference, found.example_id, found.location)
+    for result in examples.texts(task):
+      values = (result.prompt, result.reference, result.example_id, result.location)
       # Encoded here: paths may hold surrogates, which tensorflow cannot encode.
       yield {
         field: value.encode("utf-8", "replace")

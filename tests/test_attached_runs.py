@@ -52,8 +52,10 @@ def configured(pair, folder, rows=2, **changes):
   learning = dataclasses.replace(
     config.learning,
     update=update.UpdateConfig(
-      optimizer=optimizers.OptimizerConfig(learning_rate=3e-2),
+      optimizer=optimizers.OptimizerConfig(learning_rate=3e-2, warmup_steps=0),
       loss=losses.LossConfig(num_positions=4, num_tokens=64, num_negatives=16),
+      steps_per_update=2,
+      num_replay=4,
       ema_decay=0.5,
     ),
   )

@@ -14,7 +14,8 @@ from osd_jax import assets, base, convert, pairs, sharding, testing
 from osd_jax import main as cli
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models import attached, families, shapes, tensors, weights
-from osd_jax.models.convert import hugging_face, t5x
+from osd_jax.models.convert import hugging_face
+from osd_tools import t5x
 
 VOCABULARY = "shipped:demo_vocabulary.model"
 VOCAB_SIZE = 1664  # 1,536 pieces, 100 sentinels, and padding as published models have

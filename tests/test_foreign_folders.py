@@ -195,28 +195,15 @@ def qwen2_folder(tmp_path):
 
 def test_vocab_and_merges_of_qwen2_are_read(qwen2_folder):
   vocabulary = Vocabulary.load(qwen2_folder)
-  assert vocabulary.eos_ids == (vocabulary.size - 1,) and vocabulary.prefix == ()
+  assert vocabulary.decode([*vocabulary.encode("x"), vocabulary.eos_ids[0], 5]) == "x"
+  assert vocabulary.prefix == ()
   for text in QWEN2_TEXTS:
     assert vocabulary.decode(vocabulary.encode_with_eos(text)) == text
   assert len(vocabulary.encode("42")) == 2, "Qwen2 splits numbers into digits"
   assert len(vocabulary.encode("singers")) < len("singers")
-  path = qwen2_folder / "tokenizer_config.json"
-  path.write_text(path.read_text().replace("Qwen2Tokenizer", "GPT2Tokenizer"))
-  with pytest.raises(base.InputError, match="only if .* names Qwen2Tokenizer"):
-    Vocabulary.load(qwen2_folder)
-  path.write_text(path.read_text().replace("GPT2Tokenizer", "Qwen2Tokenizer"))
   (qwen2_folder / "merges.txt").unlink()
-  with pytest.raises(base.InputError, match="vocab.json .* no merges.txt next to it"):
+  with pytest.raises(base.InputError, match="vocab.json is not a tokenizer .*merges"):
     Vocabulary.load(qwen2_folder)
-
-
-@pytest.mark.hf
-def test_vocab_and_merges_encode_as_in_transformers(qwen2_folder):
-  transformers = pytest.importorskip("transformers")
-  theirs = transformers.Qwen2Tokenizer.from_pretrained(qwen2_folder)
-  ours = Vocabulary.load(qwen2_folder)
-  for text in (*QWEN2_TEXTS, "I'LL take 12,345<|im_end|>\r\n\t x", "cafe\u0301"):
-    assert ours.encode(text) == theirs(text).input_ids, text
 
 
 def test_folder_with_only_a_tekken_json_is_refused_with_the_remedy(tmp_path):
@@ -236,27 +223,13 @@ def test_vocabulary_of_a_byt5_are_the_bytes(tmp_path):
   (tmp_path / "config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
   vocabulary = Vocabulary.load(tmp_path)
   assert (vocabulary.size, vocabulary.extra_ids) == (384, 125)
-  assert not vocabulary.is_causal and vocabulary.pieces[258:260] == [
-    "<0xFF>",
-    "<extra_id_0>",
-  ]
+  assert not vocabulary.is_causal and vocabulary.pieces[259] == "<extra_id_0>"
   for text in BYTE_TEXTS:
     assert vocabulary.decode(vocabulary.encode_with_eos(text)) == text
   assert vocabulary.decode(vocabulary.encode("a\u00eb")[:-1]) == "a"
   for name, content in tokenizer_files(vocabulary).items():
     (tmp_path / name).write_bytes(content)
   assert Vocabulary.load(tmp_path) == vocabulary
-
-
-@pytest.mark.hf
-def test_bytes_encode_as_in_transformers(tmp_path):
-  transformers = pytest.importorskip("transformers")
-  theirs = transformers.ByT5Tokenizer()
-  theirs.save_pretrained(tmp_path)
-  ours = Vocabulary.load(tmp_path)
-  assert ours.size == len(theirs)
-  for text in BYTE_TEXTS:
-    assert ours.encode_with_eos(text).tolist() == theirs(text).input_ids
 
 
 # ---- config.json and weights

@@ -92,7 +92,9 @@ def test_offline_distillation_raises_overlap(pair, tmp_path):
     pair=pair,
     decoding=DECODING,
     steps=30,
-    update=update.UpdateConfig(optimizers.OptimizerConfig(learning_rate=1e-2)),
+    update=update.UpdateConfig(
+      optimizers.OptimizerConfig(learning_rate=1e-2, warmup_steps=0), num_replay=4
+    ),
     evaluate_every=15,
     run_directory=str(tmp_path / "run"),
   )

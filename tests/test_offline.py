@@ -96,12 +96,12 @@ def test_learning_raises_held_out_overlap(config, finished):
 
 
 def test_kept_texts_are_generated_once(config, finished, tmp_path, monkeypatch):
-  kept = dataclasses.replace(config, texts=str(tmp_path / "texts"))
+  names = dataclasses.replace(config, texts=str(tmp_path / "texts"))
   drafts = []
   for name in ("first", "second"):
     output = str(tmp_path / f"{name}.safetensors")
     changes = {"output": output, "run_directory": str(tmp_path / name)}
-    offline.run(dataclasses.replace(kept, **changes))
+    offline.run(dataclasses.replace(names, **changes))
     drafts.append(weights.load(output))
     monkeypatch.setattr(corpus_rows.CorpusRows, "add", None)  # for new rows
   drafts.append(weights.load(config.output))
@@ -145,23 +145,23 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
     run_directory=str(tmp_path / "r"),
     steps=3,
   )
-  batch, shown = offline.OfflineLoop._batch, []
+  batch, text = offline.OfflineLoop._batch, []
 
   def poisoned(loop, step):
-    shown.append(loop._figures())
-    found = batch(loop, step)
+    text.append(loop._figures())
+    result = batch(loop, step)
     factor = np.float32(np.nan if step == 1 else 1)
-    records = found.records.replace(log_probs=found.records.log_probs * factor)
-    return found.replace(records=records)
+    records = result.records.replace(log_probs=result.records.log_probs * factor)
+    return result.replace(records=records)
 
   monkeypatch.setattr(offline.OfflineLoop, "_batch", poisoned)
   offline.run(broken)
   assert rows_of(tmp_path / "r", "step")[-1]["skipped"] == 1
-  found = weights.load(broken.output)
-  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.params))
+  result = weights.load(broken.output)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.params))
   # The progress bar shows only values that are known.
-  assert "loss" not in shown[0] and "held-out overlap" in shown[0]
-  assert "nan" not in "".join(shown)
+  assert "loss" not in text[0] and "held-out overlap" in text[0]
+  assert "nan" not in "".join(text)
 
 
 def test_draft_with_broken_scores_is_not_written(config, tmp_path, monkeypatch):

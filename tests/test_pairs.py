@@ -366,22 +366,6 @@ def test_mistyped_folder_is_refused_with_a_suggestion(tmp_path, monkeypatch):
     assert ("Hugging Face" in str(caught.value)) == (typed == "model")
 
 
-@pytest.mark.parametrize(
-  ("changes", "named"),
-  [
-    ({"extra_ids": 1.5}, "extra_ids"),
-    ({"extra_ids": -1}, "extra_ids"),
-    ({"target": ""}, "target"),
-    ({"draft": None}, "draft"),
-    ({"draft_serving": True}, "draft_serving"),
-    ({"dtype": "float64"}, "dtype"),
-  ],
-)
-def test_invalid_pair_settings_are_named(changes, named):
-  with pytest.raises(base.InputError, match=rf"PairConfig\.{named}: received"):
-    pairs.PairConfig(**changes)
-
-
 # ---- Decoder-only pairs
 
 

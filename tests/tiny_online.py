@@ -77,11 +77,13 @@ def config(
     learning=learner.LearningConfig(
       buffer=buffer.BufferConfig(capacity=32),
       update=update.UpdateConfig(
-        optimizer=optimizers.OptimizerConfig(learning_rate=1e-2),
+        optimizer=optimizers.OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        steps_per_update=2,
+        num_replay=4,
         length_multiple=LENGTH // 2,
         ema_decay=0.5,
       ),
-      schedule=schedule.ScheduleConfig(update_interval=INTERVAL),
+      schedule=schedule.ScheduleConfig(update_interval=INTERVAL, much_to_gain=0.0),
     ),
     warm_start=batches.BatchConfig(
       tasks=tasks("train", 3),
@@ -104,6 +106,9 @@ def config(
 
 
 if __name__ == "__main__":
-  folder, directory = sys.argv[1:]
+  folder, directory, *kind = sys.argv[1:]
   files = {n: str(Path(folder) / f"{n}.safetensors") for n in ("target", "draft")}
-  online.run(config(pairs.PairConfig(**files), Path(directory)))
+  pair = pairs.PairConfig(**files)
+  if kind == ["attached"]:
+    pair = attached(pair)
+  online.run(config(pair, Path(directory)))

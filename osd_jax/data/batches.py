@@ -82,28 +82,30 @@ def read_corpus(
   `TaskExamples`.
   """
   tasks = [TaskExamples(task, vocabulary) for task in config.tasks]
-  # Token ids are computed on demand: of a large corpus only the kept examples are
+  # Token ids are computed on demand: of a large corpus only the chosen examples are
   # encoded.
-  kept = [
+  numbers_of = [
     _choose(read, limit, config.seed, require_reference)
     for read, limit in zip(tasks, config.limits(), strict=True)
   ]
   orders = [
     examples.order(read.task, len(numbers), config.seed, epoch=0)
-    for read, numbers in zip(tasks, kept, strict=True)
+    for read, numbers in zip(tasks, numbers_of, strict=True)
   ]
-  task_ids = np.repeat(np.arange(len(kept)), [len(numbers) for numbers in kept])
+  task_ids = np.repeat(
+    np.arange(len(numbers_of)), [len(numbers) for numbers in numbers_of]
+  )
   # The 1 keeps these random numbers apart from those of `examples.order`, which start
   # from the same seed.
   task_ids = np.random.default_rng([config.seed, 1, 0]).permutation(task_ids)
   places = list(zip(task_ids, examples.ordinals(task_ids), strict=True))[:count]
   corpus = Corpus(
-    _encoded(config, vocabulary, tasks[i], kept[i][orders[i][ordinal]], int(i))
+    _encoded(config, vocabulary, tasks[i], numbers_of[i][orders[i][ordinal]], int(i))
     for i, ordinal in places
   )
   corpus.report = {
     read.task.name: _report(config, read, numbers, require_reference)
-    for read, numbers in zip(tasks, kept, strict=True)
+    for read, numbers in zip(tasks, numbers_of, strict=True)
   }
   clauses = {
     "without_reference": "{count} without reference left out",
@@ -132,8 +134,8 @@ def _choose(
     return usable
   # Sorted, so that the choice depends on the seed but the order of the kept examples
   # is still the source's, as without a limit.
-  chosen = examples.order(read.task, len(usable), seed, epoch=0)[:limit]
-  return [usable[place] for place in sorted(chosen)]
+  places = examples.order(read.task, len(usable), seed, epoch=0)[:limit]
+  return [usable[place] for place in sorted(places)]
 
 
 def _encoded(

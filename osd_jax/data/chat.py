@@ -1,18 +1,15 @@
 """Chat templates: a prompt, or a whole conversation, in a model's own format.
 
-Templates are programs that are published with weights. They run in Jinja's sandbox,
-since they are code from a download, with the functions and settings that transformers
-provides, so the result is the same text.
+Templates are programs that are published with weights. transformers runs them in
+Jinja's sandbox.
 """
 
-import contextlib
-import datetime
-import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from osd_jax import base
+from osd_jax.data import tokenizers
 from osd_jax.data.preprocessors import UnusableExample
 
 FILE, _FIELD = "chat_template.jinja", "chat_template"
@@ -25,9 +22,9 @@ class Conversation(str):
 
   def __new__(cls, messages: Sequence[Mapping[str, str]]) -> "Conversation":
     lines = (f"{message['role']}: {message['content']}" for message in messages)
-    made = super().__new__(cls, "\n".join(lines))
-    made.messages = tuple(map(dict, messages))
-    return made
+    conversation = super().__new__(cls, "\n".join(lines))
+    conversation.messages = tuple(map(dict, messages))
+    return conversation
 
 
 def split_messages(messages: Any) -> tuple[str, str]:
@@ -77,82 +74,40 @@ def own_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | Non
   """
   if (folder / FILE).exists():
     return (folder / FILE).read_text("utf-8-sig")
-  stated = settings.get(_FIELD)
-  if isinstance(stated, list):
-    stated = {one.get("name"): one.get("template") for one in stated}.get("default")
-  return stated
+  template = settings.get(_FIELD)
+  if isinstance(template, list):
+    template = {one.get("name"): one.get("template") for one in template}.get("default")
+  return template
 
 
-def writer(template: str, special_tokens: Mapping[str, str]) -> Callable[[str], str]:
-  """Returns a function that applies a template to a prompt.
+def writer(template: str, variables: Mapping[str, Any]) -> Callable[[str], str]:
+  """Returns a function that applies a template to a prompt, as transformers does.
 
-  `special_tokens` are the texts of the tokens that it may refer to, such as
-  `bos_token`.
+  `variables` are the names that it may refer to, such as `bos_token`.
 
   Raises:
     InputError: the template is invalid or fails on a prompt.
-    MissingExtraError: jinja2 is not installed.
+    MissingExtraError: transformers or jinja2 is not installed.
   """
   with base.extra("llama", "PairConfig.chat_template"):
-    from jinja2 import TemplateError, ext, nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    import jinja2
 
-  def refuse(message: str) -> None:
-    raise TemplateError(message)
-
-  def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-  class Generation(ext.Extension):
-    """The tag {% generation %}, which marks the assistant's text for training.
-
-    It only renders its content.
-    """
-
-    tags: ClassVar[set[str]] = {"generation"}
-
-    def parse(self, parser):
-      line = next(parser.stream).lineno
-      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-      return nodes.Scope(body, lineno=line)
-
-  environment = ImmutableSandboxedEnvironment(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=["jinja2.ext.loopcontrols", Generation],
-  )
-  environment.filters["tojson"] = to_json
-  environment.globals["raise_exception"] = refuse
-  environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(
-    form
-  )
-
-  @contextlib.contextmanager
-  def reported() -> Iterator[None]:
-    try:
-      yield
-    except (TemplateError, TypeError, ValueError) as error:
-      raise base.InputError(
-        f"PairConfig.chat_template: the template failed ({error}); expected a Jinja"
-        " template for a list of messages, as transformers uses them."
-      ) from error
-
-  with reported():
-    compiled = environment.from_string(template)
+    transformers = tokenizers.transformers()
 
   def write(prompt: str) -> str:
     messages = [{"role": "user", "content": prompt}]
     if isinstance(prompt, Conversation):
       messages = list(prompt.messages)
-    with reported():
-      return compiled.render(
-        messages=messages,
-        # Templates test `tools is not none`, which an undefined name would pass.
-        tools=None,
-        documents=None,
-        add_generation_prompt=True,
-        **special_tokens,
+    try:
+      texts, _ = transformers.utils.chat_template_utils.render_jinja_template(
+        [messages], chat_template=template, add_generation_prompt=True, **variables
       )
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+      raise base.InputError(
+        f"PairConfig.chat_template: the template failed ({error}); expected a Jinja"
+        " template for a list of messages, as transformers uses them."
+      ) from error
+    return texts[0]
 
   write("Hello")  # reports a faulty template before any weights are loaded
   return write

@@ -130,13 +130,13 @@ def topic_task(topic: str, split: str = "train", rows: int | None = None) -> Tas
 
 def topic_examples(topic: str, split: str, count: int) -> list[Example]:
   """Returns the first `count` examples of one of the demo's topics."""
-  found = list(texts(topic_task(topic, split, count)))
-  if len(found) < count:
+  first = list(texts(topic_task(topic, split, count)))
+  if len(first) < count:
     raise base.InputError(
-      f"topic_examples: count: received {count}, but {topic}.{split} has {len(found)}"
+      f"topic_examples: count: received {count}, but {topic}.{split} has {len(first)}"
       " examples. experiments/shipped_pair/make_topics.py writes more."
     )
-  return found
+  return first
 
 
 def texts(task: TaskConfig, skipped: list[str] | None = None) -> Iterator[Example]:
@@ -226,7 +226,7 @@ class TaskExamples:
     """Returns the ids of one example.
 
     They are computed at the first call: often few examples of a large corpus are kept,
-    and tokenisation takes longer than reading.
+    and tokenization takes longer than reading.
 
     Returns:
       Prompt, [n] int32 in the form that the models read; and reference, [m] int32 with
@@ -270,7 +270,7 @@ class TaskExamples:
 
   def _fault(self, prompt: str) -> str:
     """Says why the vocabulary cannot encode a prompt, or returns ""."""
-    # A text of characters that the tokeniser removes has no tokens. A letter or digit
+    # A text of characters that the tokenizer removes has no tokens. A letter or digit
     # always has one, so most prompts need not be encoded here.
     is_conversation = isinstance(prompt, chat.Conversation)
     if re.search(r"[A-Za-z0-9]", prompt) and not is_conversation:
@@ -357,7 +357,7 @@ def _example(templates: tuple[str, str], location: str, raw: files.Row) -> Examp
     reference = preprocessors.fill_reference(templates[1], raw)
   try:
     # JSON may escape half of a surrogate pair ("\ud83d"). Python decodes it, but
-    # neither the tokenisers nor the logs can encode it.
+    # neither the tokenizers nor the logs can encode it.
     (prompt + reference).encode("utf-8")
   except UnicodeEncodeError as error:
     reason = "prompt or reference holds a lone surrogate, which is not text"
@@ -378,15 +378,15 @@ def unique_tasks(configs: Iterable[TaskConfig]) -> tuple[TaskConfig, ...]:
 
   Two different tasks of the same name are an InputError.
   """
-  found = tuple(dict.fromkeys(configs))
-  names = [task.name for task in found]
+  tasks = tuple(dict.fromkeys(configs))
+  names = [task.name for task in tasks]
   repeated = sorted({name for name in names if names.count(name) > 1})
   if repeated:
     raise base.InputError(
       f"TaskConfig.name: two different tasks of one run are called {repeated}; give"
       " each its own name (requests may share a `source` label)."
     )
-  return found
+  return tasks
 
 
 def order(task: TaskConfig, count: int, seed: int, epoch: int) -> np.ndarray:
@@ -430,10 +430,10 @@ def report(source: str, rows: int, **places: Sequence[str]) -> dict[str, Any]:
 def add_to_report(account: dict[str, Any], name: str, place: str) -> None:
   """Increments one count of a report."""
   account[name] += 1
-  named = account["places"].setdefault(name, [])
+  places = account["places"].setdefault(name, [])
   # A file of the wrong format has an error in every line; the report names the first.
-  if len(named) < _MAX_REPORTED_PLACES:
-    named.append(place)
+  if len(places) < _MAX_REPORTED_PLACES:
+    places.append(place)
 
 
 def sentences(
@@ -446,26 +446,26 @@ def sentences(
   `reports` are those of `report`. `clauses` are, by name of the count, texts with
   "{count}" and with "(s)" of plurals. `more_clauses` returns further ones for a report.
   """
-  found = []
+  texts = []
   for account in reports.values():
     lines = account["rows"] + account["skipped"]
     every = {"skipped": f"{{count}} of {lines} lines skipped", **clauses}
     parts = []
     for name, text in every.items():
       if count := account[name]:
-        said = text.format(count=count).replace("(s)", "" if count == 1 else "s")
-        parts.append(f"{said}: {_first_places(account, name)}")
+        message = text.format(count=count).replace("(s)", "" if count == 1 else "s")
+        parts.append(f"{message}: {_first_places(account, name)}")
     if parts := [*parts, *more_clauses(account)]:
-      found.append(f"{account['source']}: {'; '.join(parts)}.")
-  return found
+      texts.append(f"{account['source']}: {'; '.join(parts)}.")
+  return texts
 
 
 def _first_places(account: Mapping[str, Any], name: str) -> str:
   """Names the first places of a count, without their folders."""
-  named = []
+  places = []
   for place in account["places"][name][:_MAX_NAMED_PLACES]:
     line = re.fullmatch(_PLACE, place, re.DOTALL)
     location, reason = line.groups("") if line else (place, "")
-    named.append(f"{os.path.basename(location)} {reason}".strip())
-  more = account[name] - len(named)
-  return ", ".join([*named, f"and {more} more"] if more else named)
+    places.append(f"{os.path.basename(location)} {reason}".strip())
+  more = account[name] - len(places)
+  return ", ".join([*places, f"and {more} more"] if more else places)

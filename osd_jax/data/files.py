@@ -23,7 +23,7 @@ from osd_jax.data.preprocessors import UnusableExample
 Row = Mapping[str, Any] | UnusableExample
 Rows = Iterator[tuple[int, Row]]
 
-_SNIFFED = 4096  # the format is recognised from this many bytes
+_SNIFFED = 4096  # the format is recognized from this many bytes
 _DELIMITERS = ",;\t"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
@@ -58,10 +58,10 @@ def read(path: str | Path, setting: str) -> Rows:
       if start.startswith(_PARQUET):
         yield from _parquet(path, setting)
         return
-      reader, found = _reader(path, start), _other_format(start)
+      reader, kind = _reader(path, start), _other_format(start)
       # A damaged line of JSON is found by the parser; the other formats take any text.
-      if found and reader in (_csv_rows, _text_lines):
-        raise base.InputError(f"{setting}: {path} looks like {found}.")
+      if kind and reader in (_csv_rows, _text_lines):
+        raise base.InputError(f"{setting}: {path} looks like {kind}.")
       yield from reader(file)
   except FileNotFoundError as error:
     raise base.InputError(f"{setting}: {path} does not exist.") from error
@@ -77,36 +77,36 @@ def looks_like(path: str | Path) -> str:
     return ""
   with _opened(Path(path)) as (_, start):
     start = start.removeprefix(_BYTE_ORDER_MARK)
-  found = _other_format(start)
+  kind = _other_format(start)
   # The other readers take any text, so only JSON can be of another format.
   is_json = _reader(Path(path), start) in (_json_lines, _json_array)
   first = start.decode("utf-8", "replace").lstrip().partition("\n")[0].strip()
   if not first:
-    found = "an empty file"
-  elif not is_json and not found:
+    kind = "an empty file"
+  elif not is_json and not kind:
     return ""
-  elif not found and first.startswith(("{", "[")):
+  elif not kind and first.startswith(("{", "[")):
     with contextlib.suppress(ValueError, RecursionError):
       json.loads(first)
       return ""
     if b"\n" not in start.strip():
       return ""
-    found = "JSON spread over several lines; write one object per line"
-  elif not found and any(sign in first for sign in _DELIMITERS):
-    found = "CSV; give it a name that ends in .csv"
-  return f"{path} looks like {found or 'plain text; give it a name that ends in .txt'}."
+    kind = "JSON spread over several lines; write one object per line"
+  elif not kind and any(sign in first for sign in _DELIMITERS):
+    kind = "CSV; give it a name that ends in .csv"
+  return f"{path} looks like {kind or 'plain text; give it a name that ends in .txt'}."
 
 
 def _other_format(start: bytes) -> str:
   """Names the format of bytes that are not UTF-8 text, or returns ""."""
-  named = (name for mark, name in _SIGNATURES.items() if start.startswith(mark))
+  kinds = (name for mark, name in _SIGNATURES.items() if start.startswith(mark))
   # Text has no NUL; JSON writes it as an escape.
-  return next(named, "a binary file" if b"\0" in start else "")
+  return next(kinds, "a binary file" if b"\0" in start else "")
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, bytes]]:
-  """Yields a file of bytes and its beginning; gzip is recognised by content."""
+  """Yields a file of bytes and its beginning; gzip is recognized by content."""
   # Opened once and never rewound, since a pipe can only be read once.
   with open(path, "rb") as raw:
     is_gzip = raw.peek(2).startswith(_GZIP)
@@ -141,11 +141,11 @@ def _json_array(file: Any) -> Rows:
   """Reads a list of objects, or lines if the file as a whole is not JSON."""
   data = file.read()
   try:
-    found = json.loads(data.removeprefix(_BYTE_ORDER_MARK))
+    rows = json.loads(data.removeprefix(_BYTE_ORDER_MARK))
   except (ValueError, RecursionError):
     yield from _json_lines(io.BytesIO(data))
     return
-  for number, row in enumerate(found, 1):
+  for number, row in enumerate(rows, 1):
     yield number, row if isinstance(row, dict) else _not_an_object(row)
 
 
@@ -230,8 +230,8 @@ def _saved_dataset(folder: Path, setting: str) -> Rows:
       f" folder of one of them, such as {folder / splits[0] if splits else folder}."
     )
   try:
-    stated = json.loads((folder / "state.json").read_bytes())
-    names = [part["filename"] for part in stated["_data_files"]]
+    state = json.loads((folder / "state.json").read_bytes())
+    names = [part["filename"] for part in state["_data_files"]]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise base.InputError(
       f"{setting}: {folder} is a folder; expected a file, or a folder that save_to_disk"

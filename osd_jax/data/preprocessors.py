@@ -71,18 +71,18 @@ def fill_prompt(template: str, raw: Mapping[str, Any]) -> str:
   Raises:
     UnusableExample: all fields are blank, or one is missing or not text.
   """
-  written, values = "", {}
+  filled, values = "", {}
   for literal, names in split(template):
-    written += literal
+    filled += literal
     if names is not None:
       values[_existing(raw, names)] = text = _text(raw, names)
-      written += text
+      filled += text
   if not any(text.strip() for text in values.values()):
     blank = " and ".join(map(repr, values))
     raise UnusableExample(
       "empty", f"{blank} {'is' if len(values) == 1 else 'are'} blank"
     )
-  return written
+  return filled
 
 
 def fill_reference(template: str, raw: Mapping[str, Any]) -> str:
@@ -90,16 +90,16 @@ def fill_reference(template: str, raw: Mapping[str, Any]) -> str:
 
   References are optional, so none of their values makes an example unusable.
   """
-  written = ""
+  filled = ""
   for literal, names in split(template):
-    written += literal
+    filled += literal
     if names is not None:
       values = (_value(raw, name) for name in names.split("|"))
       text = next(filter(None, map(_as_text, values)), "")
       if not text:
         return ""
-      written += text
-  return written
+      filled += text
+  return filled
 
 
 def split(template: str) -> list[tuple[str, str | None]]:
@@ -130,9 +130,9 @@ def _value(raw: Mapping[str, Any], name: str) -> Any:
     return raw[name]
   if not item:
     return None
-  found, place = raw.get(item[1]), int(item[2])
-  if isinstance(found, list | tuple) and place < len(found):
-    return found[place]
+  items, place = raw.get(item[1]), int(item[2])
+  if isinstance(items, list | tuple) and place < len(items):
+    return items[place]
   return None
 
 

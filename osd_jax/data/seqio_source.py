@@ -25,7 +25,7 @@ def import_seqio() -> Any:
       f"TaskConfig: seqio cannot be imported ({error}). Install the extra"
       " (pip install 'osd-jax[data]'); files are read without it."
     ) from error
-  # A RuntimeError means that tensorflow has already initialised its devices.
+  # A RuntimeError means that tensorflow has already initialized its devices.
   with contextlib.suppress(RuntimeError):
     tf.config.set_visible_devices([], "GPU")
   return seqio
@@ -51,7 +51,7 @@ def task_examples(setting: str, name: str, split: str) -> Source:
   """Yields the examples of a registered seqio Task or Mixture, unshuffled and uncut.
 
   The fields are the features of the Task. `prompt` and `reference` are the texts of
-  its inputs and targets: as they were before tokenisation if the Task keeps them
+  its inputs and targets: as they were before tokenization if the Task keeps them
   (`seqio.preprocessors.tokenize` does), otherwise decoded with its vocabularies.
 
   Raises:

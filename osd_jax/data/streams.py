@@ -106,7 +106,7 @@ def _bursty(
   counts: np.ndarray, rng: np.random.Generator, mean: float = _MEAN_BURST
 ) -> np.ndarray:
   """Ends a run with probability 1 / mean, and draws another entry with queries left."""
-  left, entries = counts.copy(), np.empty(counts.sum(), np.int64)
+  remaining, entries = counts.copy(), np.empty(counts.sum(), np.int64)
   # Drawn for all steps at once: the numbers of a step do not depend on the branches
   # that earlier steps took.
   ends, draws = rng.random((2, len(entries)))
@@ -114,11 +114,11 @@ def _bursty(
   for step in range(len(entries)):
     # Only entries with queries left: at the end of the stream a single one remains, and
     # its run cannot end.
-    others = [entry for entry in np.flatnonzero(left) if entry != current]
-    if left[current] == 0 or others and step and ends[step] < 1 / mean:
+    others = [entry for entry in np.flatnonzero(remaining) if entry != current]
+    if remaining[current] == 0 or others and step and ends[step] < 1 / mean:
       current = others[int(draws[step] * len(others))]
     entries[step] = current
-    left[current] -= 1
+    remaining[current] -= 1
   return entries
 
 
@@ -261,15 +261,15 @@ class QueryStream:
   def report(self) -> dict[str, Any]:
     longest = self.config.source_length
     served = np.bincount(self._task_ids, minlength=len(self._tasks))
-    found = {}
+    accounts = {}
     for task_id, read in enumerate(self._tasks):
       # Of a large file often few prompts are served, and only these are encoded.
       ordinals = range(min(served[task_id], len(read)))
       numbers = sorted(self._example_number(task_id, ordinal) for ordinal in ordinals)
       places = {"skipped": read.skipped, "cut": read.longer_than(longest, 0, numbers)}
       account = examples.report(read.task.label, len(read), **places)
-      found[read.task.name] = {**account, "served": int(served[task_id])}
-    return found
+      accounts[read.task.name] = {**account, "served": int(served[task_id])}
+    return accounts
 
   def sentences(self) -> list[str]:
     cut = _cut_clause(self.config.source_length)

@@ -1,11 +1,11 @@
-"""Readers of the tokenizer files that model folders hold.
+"""Readers of the tokenizer files that model folders hold; all return a `Processor`.
 
-`tokenizer.json` and `vocab.json` with `merges.txt` are read with the library
-tokenizers, and SentencePiece models with sentencepiece. All become a `Processor`, as do
-the bytes of ByT5, which has no such file.
+SentencePiece models are read with sentencepiece: transformers 5 converts them with
+merges in another order, and then encodes texts with two spaces in a row differently.
+transformers reads everything else, such as `tokenizer.json` or the bytes of ByT5.
 """
 
-import json
+import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import sentencepiece
 
-from osd_jax import base, gguf_files
+from osd_jax import base
 
 
 class Processor(Protocol):
@@ -35,93 +35,72 @@ class Tokenizer(NamedTuple):
   pad_id: int | None = None  # its padding token, if it has one
 
 
-class _TokenizersProcessor:
-  """A `tokenizer.json`, read with the library tokenizers."""
+class _TransformersProcessor:
+  """A tokenizer of transformers."""
 
-  def __init__(self, tokenizer: Any, unknown: int, keep_special: bool):
-    self.tokenizer, self._unknown = tokenizer, unknown
-    self._skip_special = not keep_special
+  def __init__(self, tokenizer: Any, keep_special: bool):
+    self._tokenizer, self._skip_special = tokenizer, not keep_special
 
   def EncodeAsIds(self, text: str) -> list[int]:
-    return self.tokenizer.encode(text, add_special_tokens=False).ids
+    return self._tokenizer.encode(text, add_special_tokens=False)
 
   def DecodeIds(self, ids: Sequence[int]) -> str:
-    return self.tokenizer.decode(list(ids), skip_special_tokens=self._skip_special)
+    return self._tokenizer.decode(
+      list(ids),
+      skip_special_tokens=self._skip_special,
+      clean_up_tokenization_spaces=False,
+    )
 
   def IdToPiece(self, token: int) -> str:
-    return self.tokenizer.id_to_token(token) or ""
+    return self._tokenizer.convert_ids_to_tokens(token) or ""
 
   def GetPieceSize(self) -> int:
-    return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    return max(self._tokenizer.get_vocab().values()) + 1
 
   def unk_id(self) -> int:
-    return self._unknown
+    return self._tokenizer.unk_token_id or 0
 
 
-def read_json(
-  path: pathlib.Path,
-  model: bytes,
-  merges: bytes,
-  settings: Mapping[str, Any],
-  keep_special: bool,
-) -> Tokenizer:
-  """Reads a `tokenizer.json`, or a `vocab.json` if there are `merges`.
+def transformers() -> Any:
+  """Imports transformers, which takes a second and is only needed by some models."""
+  # It would warn that models need torch.
+  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+  import transformers
 
-  With `keep_special`, decoded texts contain special tokens.
+  return transformers
+
+
+def read_folder(path: pathlib.Path, keep_special: bool) -> Tokenizer:
+  """Reads the tokenizer of a folder as transformers does, without torch.
+
+  `path` is a file in it, for error messages. With `keep_special`, decoded texts contain
+  special tokens.
 
   Raises:
-    InputError: not such a file, or merges of an unknown kind of tokenizer.
+    InputError: transformers cannot read the folder.
     MissingExtraError: the extra "llama" is not installed.
   """
   with base.extra("llama", f"Vocabulary.path: {path}"):
-    import tokenizers
-
+    library = transformers()
   try:
-    if path.name == "vocab.json":
-      tokenizer = _from_merges(model, merges, settings)
-    else:
-      tokenizer = tokenizers.Tokenizer.from_str(model.decode("utf-8"))
-  except Exception as error:  # the library raises plain Exception
+    tokenizer = library.AutoTokenizer.from_pretrained(
+      path.parent,
+      local_files_only=True,
+      trust_remote_code=False,
+      model_max_length=10**9,  # prompts are cut elsewhere
+    )
+  except Exception as error:  # the libraries raise many types
+    reason = (str(error).splitlines() or [repr(error)])[0]
     raise base.InputError(
-      f"Vocabulary.path: {path} is not a tokenizer ({error}); expected the"
+      f"Vocabulary.path: {path} is not a tokenizer ({reason}); expected the"
       " tokenizer.json of a model folder."
     ) from error
-  # The file may enable both for training; prompts are padded and cut elsewhere.
-  tokenizer.no_padding()
-  tokenizer.no_truncation()
-
-  def token_id(name: str) -> int | None:
-    text = token_text(settings.get(name))
-    return None if text is None else tokenizer.token_to_id(text)
-
-  ends = token_id("eos_token")
-  # The post-processor adds the same tokens to every text, so those of the empty text
-  # are the prefix. An end token that it adds belongs after an answer.
-  prefix = tokenizer.encode("", add_special_tokens=True).ids
-  prefix = tuple(token for token in prefix if token != ends)
-  unknown = token_id("unk_token") or 0
-  processor = _TokenizersProcessor(tokenizer, unknown, keep_special)
-  return Tokenizer(processor, prefix, ends, token_id("pad_token"))
-
-
-def _from_merges(vocab: bytes, merges: bytes, settings: Mapping[str, Any]) -> Any:
-  """Makes Qwen2's tokenizer, which was first published without tokenizer.json."""
-  if settings.get("tokenizer_class") != "Qwen2Tokenizer":
-    raise ValueError(
-      "vocab.json and merges.txt are read only if tokenizer_config.json names"
-      " Qwen2Tokenizer"
-    )
-  if not merges:
-    raise ValueError("there is no merges.txt next to it")
-  pairs = [tuple(line.split(" ")) for line in merges.decode("utf-8").splitlines()]
-  pairs = [pair for pair in pairs if len(pair) == 2 and pair[0] != "#version:"]
-  made = gguf_files.byte_pairs(json.loads(vocab), pairs, gguf_files.QWEN2_WORDS)
-  added = settings.get("added_tokens_decoder", {})
-  for token, about in sorted(added.items(), key=lambda item: int(item[0])):
-    gguf_files.add_token(made, about["content"], about.get("special", False))
-    if made.token_to_id(about["content"]) != int(token):
-      raise ValueError(f"{about['content']!r} cannot have the id {token}")
-  return made
+  end = tokenizer.eos_token_id
+  # Those of the empty text are added to every text. An end token that the tokenizer
+  # adds belongs after an answer.
+  prefix = tuple(token for token in tokenizer.encode("") if token != end)
+  processor = _TransformersProcessor(tokenizer, keep_special)
+  return Tokenizer(processor, prefix, end, tokenizer.pad_token_id)
 
 
 _BREAK = "\n"  # encoded as a byte, which is never merged with the following text
@@ -164,10 +143,10 @@ class _SentencePieceProcessor:
     """Returns the ids of a text that follows a special token."""
     # Encoding after a line break avoids the initial space; its ids are then removed.
     count = len(self._break)
-    found = self._processor.EncodeAsIds(_BREAK + text)
-    if self._legacy or found[:count] != self._break:
+    ids = self._processor.EncodeAsIds(_BREAK + text)
+    if self._legacy or ids[:count] != self._break:
       return self._processor.EncodeAsIds(text)
-    return found[count:]
+    return ids[count:]
 
   def DecodeIds(self, ids: Sequence[int]) -> str:
     text, run = "", []
@@ -201,8 +180,8 @@ def read_sentencepiece(
   """Reads the `tokenizer.model` of a decoder-only model."""
   processor = sentencepiece_processor(path, model)
   pieces = range(processor.GetPieceSize())
-  named = [i for i in pieces if processor.IsControl(i) or processor.IsUnknown(i)]
-  specials = {processor.IdToPiece(token): token for token in named}
+  is_special = lambda token: processor.IsControl(token) or processor.IsUnknown(token)
+  specials = {processor.IdToPiece(token): token for token in filter(is_special, pieces)}
   added = settings.get("added_tokens_decoder", {})
   specials |= {about["content"]: int(token) for token, about in added.items()}
   visible = {int(i) for i, about in added.items() if not about.get("special", True)}
@@ -231,55 +210,8 @@ def sentencepiece_processor(
   return processor
 
 
-class BytesProcessor:
-  """ByT5's ids: padding, end, unknown, then 256 bytes of UTF-8, then the sentinels.
-
-  >>> BytesProcessor(125).EncodeAsIds("ab<extra_id_0>")
-  [100, 101, 259]
-  """
-
-  _NAMES = ("<pad>", "</s>", "<unk>")
-  _SENTINEL = re.compile(r"(<extra_id_\d+>)")
-
-  def __init__(self, extra_ids: int):
-    first = len(self._NAMES)
-    self._bytes = range(first, first + 256)
-    last = self._bytes.stop
-    self._sentinels = {f"<extra_id_{i}>": last + i for i in range(extra_ids)}
-    self._pieces = {token: text for text, token in self._sentinels.items()}
-
-  def EncodeAsIds(self, text: str) -> list[int]:
-    ids = []
-    for part in self._SENTINEL.split(text):
-      if part in self._sentinels:
-        ids.append(self._sentinels[part])
-      else:
-        ids += [byte + self._bytes.start for byte in part.encode("utf-8", "replace")]
-    return ids
-
-  def DecodeIds(self, ids: Sequence[int]) -> str:
-    written = b"".join(
-      bytes([token - self._bytes.start])
-      if token in self._bytes
-      else self._pieces.get(token, "").encode()
-      for token in ids
-    )
-    return written.decode("utf-8", "ignore")  # an answer may be cut inside a character
-
-  def IdToPiece(self, token: int) -> str:
-    if token in self._bytes:
-      return f"<0x{token - self._bytes.start:02X}>"
-    return self._pieces.get(token) or "".join(self._NAMES[token : token + 1])
-
-  def GetPieceSize(self) -> int:
-    return self._bytes.stop + len(self._sentinels)
-
-  def unk_id(self) -> int:
-    return self._NAMES.index("<unk>")
-
-
-def token_text(stated: Any) -> str | None:
+def token_text(value: Any) -> str | None:
   """Returns the text of a token, which settings give as a string or an object."""
-  if isinstance(stated, Mapping):
-    stated = stated.get("content")
-  return stated if isinstance(stated, str) else None
+  if isinstance(value, Mapping):
+    value = value.get("content")
+  return value if isinstance(value, str) else None

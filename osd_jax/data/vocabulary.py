@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from osd_jax import base, gguf_files
+from osd_jax import base, formats
 from osd_jax.base import EOS_ID, PAD_ID
 from osd_jax.data import chat, tokenizers
 
@@ -30,6 +30,7 @@ _ENDS = ("generation_config.json", "config.json")
 # model leaves to the code of transformers.
 _TOKENIZERS = (_T5_MODEL, _JSON, _MODEL, _VOCAB)
 _BYTES = "ByT5Tokenizer"  # in the settings of a model that reads bytes
+_T5_KINDS = ("t5", "mt5", "byt5")  # beginnings of types of models and tokenizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +168,11 @@ class Vocabulary:
     if not self.is_causal:
       return np.append(prompt[: length - 1], np.int32(EOS_ID))
     # At least one token of the text survives, so that a cut prompt is never blank.
-    kept = min(len(self.prefix), length - 1)
+    count = min(len(self.prefix), length - 1)
     # A chat template may not have written the prefix.
-    begins = tuple(prompt[:kept]) == self.prefix[:kept]
-    kept = kept if begins else 0
-    return np.concatenate([prompt[:kept], prompt[kept - length :]])
+    begins = tuple(prompt[:count]) == self.prefix[:count]
+    count = count if begins else 0
+    return np.concatenate([prompt[:count], prompt[count - length :]])
 
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of `ids` up to the first end-of-sequence.
@@ -179,7 +180,7 @@ class Vocabulary:
     Padding is dropped; ids outside the vocabulary (a model's padded rows) are decoded
     as unknown.
     """
-    kept: list[int] = []
+    tokens: list[int] = []
     for token in ids:
       token = int(token)
       if token in self.eos_ids:
@@ -187,8 +188,8 @@ class Vocabulary:
       # An answer that reached its maximum length has padding but no end-of-sequence.
       if token != self.pad_id:
         # A model's V is often rounded up, so its head can emit ids without a piece.
-        kept.append(token if 0 <= token < self.size else self.processor.unk_id())
-    return self.processor.DecodeIds(kept)
+        tokens.append(token if 0 <= token < self.size else self.processor.unk_id())
+    return self.processor.DecodeIds(tokens)
 
   @property
   def pieces(self) -> list[str]:
@@ -206,7 +207,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
   unigram models it encodes to the same ids.
   """
   path = pathlib.Path(vocabulary.path)
-  if isinstance(vocabulary.processor, tokenizers.BytesProcessor):
+  if path.name in (_SETTINGS, _ENDS[1]):
     settings = {"tokenizer_class": _BYTES, "extra_ids": vocabulary.extra_ids}
     return {_SETTINGS: (json.dumps(settings, indent=2) + "\n").encode()}
   if vocabulary.is_causal or path.name == _JSON:
@@ -235,23 +236,22 @@ def stated_extra_ids(vocabulary: Vocabulary) -> int | None:
   """Returns `extra_ids` of the settings file next to the model, or None."""
   path = pathlib.Path(vocabulary.path).with_name(_SETTINGS)
   try:
-    stated = json.loads(path.read_bytes())["extra_ids"]
+    count = json.loads(path.read_bytes())["extra_ids"]
   except (OSError, ValueError, KeyError, TypeError):
     return None
-  return stated if base.is_count(stated, least=0) else None
+  return count if base.is_count(count, least=0) else None
 
 
 def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
   """Returns the file of the tokenizer in a folder; other paths are returned."""
-  if gguf_files.is_gguf(path):
-    path = gguf_files.folder_of(path)
+  path = formats.folder_of(path)
   if not path.is_dir():
     return path
-  found = [path / name for name in _TOKENIZERS if (path / name).exists()]
+  files = [path / name for name in _TOKENIZERS if (path / name).exists()]
   settings = [path / name for name in (_SETTINGS, _ENDS[1])]
-  found += [file for file in settings if _is_of_bytes(file, _content(file))]
-  if found:
-    return found[0]
+  files += [file for file in settings if _is_of_bytes(file, _content(file))]
+  if files:
+    return files[0]
   hint = ""
   if (path / "tekken.json").exists():
     hint = (
@@ -271,25 +271,19 @@ def _build(
   if path.suffix != ".json" and path.name != _MODEL:
     return _t5_from_sentencepiece(path, model, extra_ids)
   settings = _settings(path, others[:2])
-  if _is_of_bytes(path, model):
-    added = settings.get("added_tokens_decoder", {}).values()
-    count = sum("<extra_id_" in one["content"] for one in added)
-    count = count or settings.get("extra_ids", 125)
-    processor = tokenizers.BytesProcessor(count)
-    read = tokenizers.Tokenizer(processor, eos_id=EOS_ID, pad_id=PAD_ID)
-    return _t5_from_json(path, f"bytes, {count} sentinels".encode(), read, extra_ids)
   documents = [
     _object(data, path.with_name(name))
     for name, data in zip(_ENDS, others[2:4], strict=True)
   ]
   merges = b"".join(others[4:])
   if path.suffix == ".json":
-    kinds = (documents[-1].get("model_type"), settings.get("tokenizer_class"))
-    is_t5 = any(str(kind).lower().startswith(("t5", "mt5")) for kind in kinds)
+    kinds = [documents[-1].get("model_type")]
+    kinds += [fields.get("tokenizer_class") for fields in (settings, documents[-1])]
+    is_t5 = any(str(kind).lower().startswith(_T5_KINDS) for kind in kinds)
     # A T5's special tokens are its sentinels, which its spiece.model decodes as well.
-    read = tokenizers.read_json(path, model, merges, settings, keep_special=is_t5)
+    read = tokenizers.read_folder(path, keep_special=is_t5)
     if is_t5:
-      return _t5_from_json(path, model, read, extra_ids)
+      return _t5_from_folder(path, model, read, extra_ids)
   else:
     read = tokenizers.read_sentencepiece(path, model, settings)
   if extra_ids:
@@ -337,7 +331,7 @@ def _t5_from_sentencepiece(
   return Vocabulary(fingerprint, size, str(path), extra_ids, processor)
 
 
-def _t5_from_json(
+def _t5_from_folder(
   path: pathlib.Path, model: bytes, read: tokenizers.Tokenizer, extra_ids: int
 ) -> Vocabulary:
   """Makes the vocabulary of a T5 that transformers saved without spiece.model."""
@@ -350,6 +344,8 @@ def _t5_from_json(
       f"Vocabulary.extra_ids: received {extra_ids}, but {path} holds {count} sentinels;"
       " expected that number, or 0."
     )
+  if _is_of_bytes(path, model):  # settings, of which only this number matters
+    model = f"bytes, {count} sentinels".encode()
   fingerprint = hashlib.sha256(model).hexdigest()
   return Vocabulary(fingerprint, size, str(path), count, read.processor)
 
@@ -420,9 +416,9 @@ def _eos_ids(
   for document in documents:
     # generation_config.json comes first: for chat models it lists the end of a turn,
     # which config.json often lacks.
-    stated = document.get("eos_token_id")
-    listed = stated if isinstance(stated, list) else [stated]
-    if ids := [token for token in listed if base.is_count(token, least=0)]:
+    value = document.get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    if ids := [token for token in values if base.is_count(token, least=0)]:
       return tuple(dict.fromkeys([own, *ids] if own in ids else ids))
   return () if own is None else (own,)
 
@@ -446,11 +442,11 @@ def _object(data: bytes, path: pathlib.Path) -> dict[str, Any]:
   if not data:
     return {}
   try:
-    found = json.loads(data)
-    if not isinstance(found, dict):
-      raise ValueError(f"it holds a {type(found).__name__}")
+    content = json.loads(data)
+    if not isinstance(content, dict):
+      raise ValueError(f"it holds a {type(content).__name__}")
   except ValueError as error:
     raise base.InputError(
       f"Vocabulary.path: {path} cannot be read ({error}); expected a JSON object."
     ) from error
-  return found
+  return content

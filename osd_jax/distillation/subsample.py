@@ -115,10 +115,10 @@ def _draw_positions(
   config: losses.LossConfig, batch: base.DistillationBatch, key: Key[Array, ""]
 ) -> Int[Array, "R P"]:
   """Draws P distinct positions per row, those that the loss reads first."""
-  chosen = losses.chosen_positions(config, batch)
+  positions = losses.chosen_positions(config, batch)
   # Uniform noise in [0, 1) plus 1 for chosen positions: the P largest are random
   # chosen ones, and other positions fill up rows that have fewer than P.
-  draws = jax.random.uniform(key, chosen.shape) + chosen
+  draws = jax.random.uniform(key, positions.shape) + positions
   return jax.lax.top_k(draws, config.num_positions)[1]
 
 
@@ -145,8 +145,8 @@ def _draw_tokens(
   Negatives are drawn with replacement from the whole vocabulary. Those that are among
   the likeliest get weight 0, which makes the weighted sum over the others unbiased.
   """
-  records, counted = batch.records, losses.chosen_positions(config, batch)
-  mass = jnp.where(counted[..., None], jnp.exp(records.log_probs), 0.0)
+  records, is_counted = batch.records, losses.chosen_positions(config, batch)
+  mass = jnp.where(is_counted[..., None], jnp.exp(records.log_probs), 0.0)
   expected = jnp.zeros(vocab_size).at[records.ids.astype(jnp.int32)].add(mass)
   likeliest = jax.lax.top_k(expected, config.num_tokens)[1]
   own = jnp.zeros(config.num_tokens)  # each represents itself: log 1

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from osd_jax import base, gguf_files, pairs
+from osd_jax import base, formats, pairs
 from osd_jax.engine.requests import OwnSampling, SamplingConfig
 from osd_jax.models.convert import folders
 
@@ -92,8 +92,8 @@ def read(path: str | Path) -> SamplingConfig:
     InputError: there is no such file, a field has a wrong value, or a field asks for
       something that is not supported.
   """
-  stated, file = _fields(Path(path))
-  is_sampled = stated.get("do_sample", False)
+  fields_of_file, file = _fields(Path(path))
+  is_sampled = fields_of_file.get("do_sample", False)
   if not isinstance(is_sampled, bool):
     raise base.InputError(
       f"OwnSampling: {file}: do_sample: received {is_sampled!r}, expected true or"
@@ -101,41 +101,37 @@ def read(path: str | Path) -> SamplingConfig:
     )
   others = _OTHERS | (_SAMPLED_OTHERS if is_sampled else {})
   for name, neutral in others.items():
-    if (value := stated.get(name, [])) != [] and value not in neutral:
+    if (value := fields_of_file.get(name, [])) != [] and value not in neutral:
       raise base.InputError(
         f"OwnSampling: {file}: {name}: received {value!r}, which is not supported;"
         " give a SamplingConfig with the settings that you want."
       )
   defaults = {_PENALTY: 1.0, **(_SAMPLED if is_sampled else {})}
-  fields = {name: stated.get(name, value) for name, value in defaults.items()}
+  fields = {name: fields_of_file.get(name, value) for name, value in defaults.items()}
   try:
-    found = SamplingConfig(**fields)
+    sampling = SamplingConfig(**fields)
   except base.InputError as error:
     problem = str(error).splitlines()[0].removeprefix("SamplingConfig.")
     raise base.InputError(f"OwnSampling: {file}: {problem}") from error
-  if is_sampled and not found.temperature:
+  if is_sampled and not sampling.temperature:
     raise base.InputError(
       f"OwnSampling: {file}: temperature: received 0 with do_sample, expected a number"
       " above 0; set do_sample to false for greedy decoding."
     )
-  return found
+  return sampling
 
 
 def _fields(path: Path) -> tuple[dict[str, Any], Path]:
-  """The fields that are not null, and the file that states them."""
-  if gguf_files.is_gguf(path):
-    fields, file = folders.read_json(gguf_files.folder_of(path) / FILE), path
-    if "do_sample" not in fields:
-      raise base.InputError(
-        f"OwnSampling: {path} has no general.sampling fields, expected some in the"
-        " metadata of a GGUF file; give a SamplingConfig instead."
-      )
-  else:
-    file = (path.parent if path.is_file() else path) / FILE
-    if not file.is_file():
-      raise base.InputError(
-        f"OwnSampling: {file.parent} has no {FILE}, expected the file in which a model"
-        " of transformers states its sampling; give a SamplingConfig instead."
-      )
-    fields = folders.read_json(file)
+  """The fields that are not null, and the file to name in errors."""
+  folder = formats.folder_of(path)
+  is_folder = folder == path
+  folder = folder.parent if folder.is_file() else folder
+  file = folder / FILE if is_folder else path
+  if not (folder / FILE).is_file():
+    raise base.InputError(
+      f"OwnSampling: {path} has no {FILE}, expected the file in which a model of"
+      " transformers states its sampling (general.sampling in a GGUF file); give a"
+      " SamplingConfig instead."
+    )
+  fields = folders.read_json(folder / FILE)
   return {name: value for name, value in fields.items() if value is not None}, file

@@ -17,12 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base, pairs, sharding
-from osd_jax.distillation.buffer import BufferConfig
 from osd_jax.distillation.learner import Learner, LearningConfig, Outcome
-from osd_jax.distillation.losses import LossConfig
-from osd_jax.distillation.optimizers import OptimizerConfig
-from osd_jax.distillation.schedule import ScheduleConfig
-from osd_jax.distillation.update import UpdateConfig
 from osd_jax.engine import agreement
 from osd_jax.engine.engine import Engine
 from osd_jax.engine.requests import (
@@ -36,28 +31,10 @@ from osd_jax.engine.requests import (
 )
 
 SHIPPED, ONE_DEVICE = pairs.PairConfig(), sharding.PartitionConfig()
+TUNED = LearningConfig()
 
 # One bucket, because the learner pads every prompt to the longest one.
 DECODING = DecodingConfig(num_draft_tokens=7)
-# As in `gin_configs/runs/demo.gin`.
-LEARNING = LearningConfig(
-  buffer=BufferConfig(recency_half_life=800.0),
-  update=UpdateConfig(
-    optimizer=OptimizerConfig(
-      learning_rate=8e-4, query_multiplier=0.18, warmup_steps=20
-    ),
-    loss=LossConfig(divergence="jsd", jsd_beta=0.1, num_positions=12, num_tokens=256),
-    steps_per_update=16,
-    num_new=4,
-    num_replay=12,
-    length_multiple=16,
-    ema_decay=0.9,
-  ),
-  schedule=ScheduleConfig(
-    update_interval=4,
-    much_to_gain=0.25,
-  ),
-)
 
 _END: Any = object()  # of an iterator; None means that no request is waiting now
 
@@ -137,7 +114,7 @@ class Server:
     self,
     pair: pairs.PairConfig | pairs.Pair | str = SHIPPED,
     decoding: DecodingConfig = DECODING,
-    learning: LearningConfig = LEARNING,
+    learning: LearningConfig = TUNED,
     partition: sharding.PartitionConfig = ONE_DEVICE,
     engine: Callable[..., Any] | None = None,
     *,

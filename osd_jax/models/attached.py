@@ -97,7 +97,8 @@ class Attached(nn.Module):
     steps: int = 1,
   ):
     """See `base.Model.score_steps`; `inputs` are decoder inputs, not targets."""
-    cross, states, found, entries = self._cross(target_states), token_states, [], []
+    cross, states = self._cross(target_states), token_states
+    logits, entries = [], []
     for step in range(steps):
       # The state at an input says which token comes next, so it precedes that token.
       before = None
@@ -110,18 +111,18 @@ class Attached(nn.Module):
       )
       entries.append(own)
       states = self.outward(x)
-      chosen = states
+      outputs = states
       if positions is not None and not is_last:
-        chosen = jnp.take_along_axis(states, positions[..., None], axis=1)
-      found.append(self._logits(frozen, chosen, tokens))
-    return jnp.stack(found)
+        outputs = jnp.take_along_axis(states, positions[..., None], axis=1)
+      logits.append(self._logits(frozen, outputs, tokens))
+    return jnp.stack(logits)
 
   def _cross(self, target_states):
     states = target_states.astype(jnp.dtype(self.target.dtype))
     return self.decoder.cross_keys_values(layers.normalized(states))
 
   def _embed(self, frozen, tokens, states):
-    # Normalised, since the scale of embeddings differs by orders of magnitude between
+    # Normalized, since the scale of embeddings differs by orders of magnitude between
     # targets, and the initial kernel of `inward` expects a scale of 1.
     dtype = jnp.dtype(self.target.dtype)
     embedded = layers.rows_of(frozen["embedding"], tokens, dtype)
@@ -136,8 +137,8 @@ class Attached(nn.Module):
       return self.draft_head(x)
     head = frozen["head"]
     head = head if tokens is None else layers.rows_of(head, tokens, x.dtype)
-    trained = self.serving is None  # the native product has no gradient
-    product = layers.kernel_first_matmul if trained else layers.served_matmul
+    is_trained = self.serving is None  # the native product has no gradient
+    product = layers.kernel_first_matmul if is_trained else layers.served_matmul
     return served.head_logits(self.target, product(x, head))
 
 
@@ -152,7 +153,7 @@ def frozen_of(
   Returns:
     "embedding" [V, E] and "head" [V, E] as the target stores them, and "encoder" for
     `families.encode_for_draft`. If the draft is served with the whole head in 8 bits,
-    also "draft_head", so that swaps need not quantise it again.
+    also "draft_head", so that swaps need not quantize it again.
   """
   dtype, embedder = jnp.dtype(target.dtype), params["token_embedder"]
   embedding = layers.stored(embedder["embedding"], dtype)
@@ -185,51 +186,22 @@ def build(
   if serving.shortlist >= target.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
   reads_tokens = config.reads == "tokens"
-  training = Attached(config, target)
   decoding = Attached(config, target, serving)
   target_model = families.build(target, "target of a draft")
-
-  def apply(module, params, *arguments, method) -> Any:
-    own = {name: part for name, part in params.items() if name != FROZEN}
-    return module.apply({"params": own}, *arguments, method=method)
+  encode = functools.partial(_encode_for_draft, target, kept)
+  score_steps = _scorer(config, target, encode, STEPS)
+  score_once = _scorer(config, target, encode, 1)
 
   def prefill(params, target_states, mask, cache_length):
     arguments = (target_states, mask, cache_length)
-    return apply(decoding, params, *arguments, method=Attached.prefill)
+    return _apply(decoding, params, *arguments, method=Attached.prefill)
 
   def decode(params, tokens, cache, states=None):
     arguments = (params[FROZEN], tokens, cache, states)
-    return apply(decoding, params, *arguments, method=Attached.decode)
-
-  def encode_for_draft(params, source, mask):
-    encoder = params[FROZEN]["encoder"]
-    return families.encode_for_draft(target, encoder, source, mask, kept)
-
-  def score_steps(
-    params,
-    source,
-    mask,
-    text,
-    positions=None,
-    tokens=None,
-    target_states=None,
-    token_states=None,
-    steps=STEPS,
-  ):
-    if target_states is None:
-      target_states = encode_for_draft(params, source, mask)
-    if reads_tokens and token_states is None:
-      raise base.InputError(
-        f"{name}: received no states of the tokens, expected those that the target"
-        " recorded: AttachedConfig.reads is 'tokens'."
-      )
-    inputs = layers.inputs_of(text, target_model.starts(source))
-    arguments = (params[FROZEN], target_states, mask, inputs, positions, tokens)
-    method = functools.partial(Attached.score_steps, steps=steps)
-    return apply(training, params, *arguments, token_states, method=method)
+    return _apply(decoding, params, *arguments, method=Attached.decode)
 
   def score(*arguments, **states):
-    return score_steps(*arguments, **states, steps=1)[0]
+    return score_once(*arguments, **states)[0]
 
   # The shapes of the frozen tables do not influence the parameters of the draft.
   table = np.zeros((2, target.width), jnp.dtype(target.dtype))
@@ -244,12 +216,12 @@ def build(
     decode=decode,
     score=score,
     prepare=functools.partial(_prepare, target, serving),
-    **served.initialisers(training, *arguments, method="score_steps"),
+    **served.initializers(Attached(config, target), *arguments, method="score_steps"),
     shortlist=serving.shortlist,
     score_at=score,
     frozen=FROZEN,
     state_width=target.width,
-    encode_for_draft=encode_for_draft,
+    encode_for_draft=encode,
     reads_tokens=reads_tokens,
     score_steps=score_steps if reads_tokens else None,
     head_dim=config.decoder(target).head_dim,
@@ -259,6 +231,38 @@ def build(
     start_id=target_model.start_id,
     max_positions=target_model.max_positions,
   )
+
+
+def _apply(module: Attached, params: base.Params, *arguments, method) -> Any:
+  own = {name: part for name, part in params.items() if name != FROZEN}
+  return module.apply({"params": own}, *arguments, method=method)
+
+
+def _encode_for_draft(target, kept, params, source, mask):
+  encoder = params[FROZEN]["encoder"]
+  return families.encode_for_draft(target, encoder, source, mask, kept)
+
+
+def _scorer(config: AttachedConfig, target: ModelConfig, encode, steps: int):
+  """Returns `base.Model.score_steps` for the first `steps` steps."""
+  training = Attached(config, target)
+  target_model = families.build(target, "target of a draft")
+  method = functools.partial(Attached.score_steps, steps=steps)
+
+  def score_steps(params, source, mask, text, positions=None, tokens=None, **states):
+    target_states, token_states = map(states.get, ("target_states", "token_states"))
+    if target_states is None:
+      target_states = encode(params, source, mask)
+    if config.reads == "tokens" and token_states is None:
+      raise base.InputError(
+        "score: token_states is missing; a draft with AttachedConfig.reads = 'tokens'"
+        " needs the states that the target recorded."
+      )
+    inputs = layers.inputs_of(text, target_model.starts(source))
+    arguments = (params[FROZEN], target_states, mask, inputs, positions, tokens)
+    return _apply(training, params, *arguments, token_states, method=method)
+
+  return score_steps
 
 
 def _prepare(
@@ -275,7 +279,7 @@ def _prepare(
   # Without the encoder: when serving, the target's own prefill returns the states.
   tables = {"embedding": frozen["embedding"]}
   if "draft_head" in frozen:
-    # `frozen_of` has quantised it already, since the target's head never changes.
+    # `frozen_of` has quantized it already, since the target's head never changes.
     copy["draft_head"] = frozen["draft_head"]
   elif served.has_draft_head(target, serving):
     head = frozen["head"]
@@ -291,36 +295,36 @@ def load(
   """Reads the file of an attached draft; see `weights.load`.
 
   A `sibling` may be attached to another target of the same sizes, such as the one that
-  this target was quantised or fine-tuned from.
+  this target was quantized or fine-tuned from.
 
   Raises:
     InputError: see `weights.load`; or the draft is attached to another target.
   """
   tensors, header, config = weights.opened(Path(path), (weights.ATTACHED,))
-  stated = header.get("target", "")
+  own_target = header.get("target", "")
   # The shapes may fit another target, but its states mean something else: the draft
   # would run, and nearly all of its tokens would be rejected.
-  if stated != target.fingerprint:
-    said = (
+  if own_target != target.fingerprint:
+    fact = (
       f"{path} is attached to the target {header.get('target_name') or 'unknown'}"
-      f" ({stated[:12]}...), received {target.name} ({target.fingerprint[:12]}...)."
+      f" ({own_target[:12]}...), received {target.name} ({target.fingerprint[:12]}...)."
     )
     if not sibling:
       raise base.InputError(
-        f"{said} An attached draft works with its own target only. Name that target, or"
-        " start a new draft with draft = 'attached'; if one target is a quantised or"
+        f"{fact} An attached draft works with its own target only. Name that target, or"
+        " start a new draft with draft = 'attached'; if one target is a quantized or"
         " fine-tuned copy of the other, set PairConfig.sibling_draft = True."
       )
     sizes = header.get("target_sizes") or target.sizes
     if sizes != target.sizes:
       raise base.InputError(
-        f"{said} The first is a {sizes}, the second a {target.sizes}, so neither is a"
+        f"{fact} The first is a {sizes}, the second a {target.sizes}, so neither is a"
         " copy of the other. Name the draft's target, or start a new draft with draft ="
         " 'attached'."
       )
   model = build(config, target.config)
   expected = tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
-  named = ("target", "target_name", "notes", "target_sizes")
-  texts = {name: header.get(name, "") for name in named}
+  fields = ("target", "target_name", "notes", "target_sizes")
+  texts = {name: header.get(name, "") for name in fields}
   params = weights.read_params(tensors, expected, path)
   return weights.AttachedWeights(config, params, **texts)

@@ -81,7 +81,7 @@ def build(
     head_dim=config.head_dim,
     eos_ids=config.eos_ids,
     dtype=config.dtype,
-    **served.initialisers(training, token, token == 0, token),
+    **served.initializers(training, token, token == 0, token),
     **kind.model_fields(config),
   )
 

@@ -100,7 +100,7 @@ def kernel_first_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
   """Multiplies x [..., in] by an int8 kernel [out, in] with scales [out]; float32.
 
-  x is quantised too, with one scale per column, so that the product is one of integers.
+  x is quantized too, with one scale per column, so that the product is one of integers.
   Used for drafts only: in a target it would change the emitted tokens.
   """
   columns = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
@@ -110,7 +110,7 @@ def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
   count = columns.shape[0]
   if native.forms():  # XLA CPU does not vectorise the product of a single column
     columns = jnp.pad(columns, ((0, count % 2), (0, 0)))
-  # Symmetric quantisation: the largest component of a column becomes 127.
+  # Symmetric quantization: the largest component of a column becomes 127.
   step = jnp.max(jnp.abs(columns), axis=-1, keepdims=True) / 127
   step = jnp.where(step == 0, 1.0, step)
   product = jax.lax.dot_general(
@@ -251,7 +251,7 @@ class RMSNorm(nn.Module):
 
   dtype: jnp.dtype  # type of the result
   epsilon: float = 1e-6  # added to the mean square; the default is T5's
-  axis: str = "embed"  # logical name of the normalised axis
+  axis: str = "embed"  # logical name of the normalized axis
   # The factor is 1 + scale, and is applied before rounding (Gemma).
   unit_offset: bool = False
 

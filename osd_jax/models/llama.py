@@ -243,8 +243,8 @@ class Layer(nn.Module):
     h = self.pre_self_attention_layer_norm(x)
     entries = self.self_attention.keys_values(h, by)
     if past is not None:
-      *stored, start = past
-      entries = tuple(_added(old, new, start) for old, new in zip(stored, entries))
+      *buffers, start = past
+      entries = tuple(_added(old, new, start) for old, new in zip(buffers, entries))
     memories = (Memory(*entries, bias),)
     if prompt is not None:
       memories = (prompt, *memories)
@@ -277,12 +277,12 @@ def biases(
   `mask` [B, n or 1, T] bool are the keys that a query may attend to without a window.
   The positions are `queries` [B, n] and `keys` [B or 1, T] int32.
   """
-  made = {}
+  by_window = {}
   for window in set(config.windows):
     # A window of w tokens includes the query's own: distances of 0 to w - 1.
     near = keys[:, None] > queries[..., None] - window
-    made[window] = layers.mask_bias(mask & near if window else mask)[:, None]
-  return made
+    by_window[window] = layers.mask_bias(mask & near if window else mask)[:, None]
+  return by_window
 
 
 class Decoder(nn.Module):
@@ -309,16 +309,16 @@ class Decoder(nn.Module):
     config = self.config
     by = rotations(config, positions)
     causal = jnp.tril(jnp.ones((mask.shape[1],) * 2, bool))
-    seen = mask[:, None] & mask[..., None] & causal[None]
-    bias = biases(config, seen, positions, positions)
-    states, kept = [], []
+    visible = mask[:, None] & mask[..., None] & causal[None]
+    bias = biases(config, visible, positions, positions)
+    states, entries_of = [], []
     for index, layer in enumerate(self.layers[: depth or None]):
       window = config.window_of(index)
       arguments = (x, by[window], bias[window])
       x, entries = layers.traced_once(layer, Layer.__call__, *arguments)
       states.append(x)
-      kept.append(entries)
-    return states, kept
+      entries_of.append(entries)
+    return states, entries_of
 
   def prefill(self, x: jax.Array, mask: jax.Array):
     """Computes the keys and values of a prompt, in chunks if it is long.
@@ -329,12 +329,12 @@ class Decoder(nn.Module):
     """
     length = x.shape[1]
     if length <= CHUNK:
-      states, kept = self.over(x, mask, prompt_positions(mask))
-      return kept, states[self.config.last_state_layer - 1]
+      states, entries = self.over(x, mask, prompt_positions(mask))
+      return entries, states[self.config.last_state_layer - 1]
     spare = -length % CHUNK  # padding at the end, masked like any other
     x = jnp.pad(x, ((0, 0), (0, spare), (0, 0)))
-    kept, states = self._by_chunks(x, jnp.pad(mask, ((0, 0), (0, spare))))
-    return jax.tree.map(lambda leaf: leaf[:, :, :length], kept), states[:, :length]
+    entries, states = self._by_chunks(x, jnp.pad(mask, ((0, 0), (0, spare))))
+    return jax.tree.map(lambda leaf: leaf[:, :, :length], entries), states[:, :length]
 
   def _by_chunks(self, x, mask):
     """`prefill` as a scan over chunks, which keeps the attention logits small."""
@@ -347,7 +347,7 @@ class Decoder(nn.Module):
     layer_variables = [layer.variables for layer in self.layers]
     anonymous = self.layers[0].clone(parent=None, name=None)
 
-    def prefill_chunk(kept, start):
+    def prefill_chunk(caches, start):
       chunk = jax.lax.dynamic_slice_in_dim(x, start, CHUNK, axis=1)
       at = jax.lax.dynamic_slice_in_dim(positions, start, CHUNK, axis=1)
       by = rotations(config, at)
@@ -357,7 +357,7 @@ class Decoder(nn.Module):
       own = jax.lax.dynamic_slice_in_dim(mask, start, CHUNK, axis=1)[..., None]
       bias = biases(config, mask[:, None] & own & slots[None], at, positions)
       after, states = [], []
-      for index, entries in enumerate(kept):
+      for index, entries in enumerate(caches):
         window, past = config.window_of(index), (*entries, start)
         arguments = (layer_variables[index], chunk, by[window], bias[window], past)
         chunk, entries = anonymous.apply(*arguments)
@@ -366,9 +366,9 @@ class Decoder(nn.Module):
       return after, states[config.last_state_layer - 1]
 
     starts = jnp.arange(0, length, CHUNK)
-    kept = [(empty, empty)] * config.num_layers
-    kept, states = jax.lax.scan(prefill_chunk, kept, starts)
-    return kept, states.swapaxes(0, 1).reshape(rows, length, config.width)
+    caches = [(empty, empty)] * config.num_layers
+    caches, states = jax.lax.scan(prefill_chunk, caches, starts)
+    return caches, states.swapaxes(0, 1).reshape(rows, length, config.width)
 
   def step(self, x: jax.Array, cache: cache_lib.KVCache, is_token: jax.Array):
     """Applies all layers to n new tokens x [B, n, E] of the rows of a cache.
@@ -386,12 +386,12 @@ class Decoder(nn.Module):
     at = before[:, None] + slot
     config, by = self.config, rotations(self.config, at)
     in_prompt = prompt_positions(cache.cross_mask)
-    seen = cache.cross_mask[:, None] & is_token[..., None]
-    prompt_bias = biases(config, seen, at, in_prompt)
+    visible = cache.cross_mask[:, None] & is_token[..., None]
+    prompt_bias = biases(config, visible, at, in_prompt)
     written_slots = jnp.arange(slots)[None]
-    seen = (written_slots[:, None] <= slot[:, :, None]) & is_token[..., None]
-    bias = biases(config, seen, slot, written_slots)
-    written = []
+    visible = (written_slots[:, None] <= slot[:, :, None]) & is_token[..., None]
+    bias = biases(config, visible, slot, written_slots)
+    new_entries = []
     for index, layer in enumerate(self.layers):
       window = config.window_of(index)
       entries = cache.cross_keys[index], cache.cross_values[index]
@@ -399,8 +399,8 @@ class Decoder(nn.Module):
       past = cache.self_keys[index], cache.self_values[index], cache.length
       arguments = (x, by[window], bias[window], past, prompt)
       x, entries = layers.traced_once(layer, Layer.__call__, *arguments)
-      written.append(entries)
-    return self.decoder_norm(x), cache.advanced(written, count)
+      new_entries.append(entries)
+    return self.decoder_norm(x), cache.advanced(new_entries, count)
 
 
 class Llama(served.LanguageModel):
@@ -415,8 +415,8 @@ class Llama(served.LanguageModel):
   def read(self, source, mask):
     """See `served.LanguageModel.read`; decoding feeds the last token once more."""
     x = jnp.where(mask[..., None], self.token_embedder(source), 0)
-    kept, states = self.decoder.prefill(x, mask)
-    return kept, without_last(mask), states
+    entries, states = self.decoder.prefill(x, mask)
+    return entries, without_last(mask), states
 
   def encode_for_draft(self, source, mask):
     """See `base.Model.encode_for_draft`."""
@@ -428,12 +428,12 @@ class Llama(served.LanguageModel):
   def forced(self, source, mask, target, positions=None):
     """See `served.LanguageModel.forced`."""
     inputs = layers.inputs_of(target, last_token(source, mask))
-    kept = without_last(mask)
-    before = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None]
+    before_last = without_last(mask)
+    before = jnp.sum(before_last, axis=1, dtype=jnp.int32)[:, None]
     after = before + jnp.arange(target.shape[1])[None]
     states, _ = self.decoder.over(
       self.token_embedder(jnp.concatenate([source, inputs], axis=1)),
-      jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1),
+      jnp.concatenate([before_last, jnp.ones(inputs.shape, bool)], axis=1),
       jnp.concatenate([prompt_positions(mask), after], axis=1),
     )
     # The outputs at prompt slots predict no token of the target text.
@@ -468,8 +468,8 @@ def last_token(source: jax.Array, mask: jax.Array) -> jax.Array:
 
 def without_last(mask: jax.Array) -> jax.Array:
   """[B, S] bool; all tokens of prompts but the last one of each."""
-  left = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here to the end
-  return mask & (left > 1)
+  count = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here to the end
+  return mask & (count > 1)
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Served copies of models, and the base class of all models.
 
 `prepare` copies trained parameters into the layout that decoding reads fastest. For a
-draft it may also quantise them and shorten the output head (`DraftServing`).
+draft it may also quantize them and shorten the output head (`DraftServing`).
 """
 
 import functools
@@ -20,7 +20,7 @@ from osd_jax.models.shapes import DraftServing, LlamaConfig, T5Config
 
 
 class DraftHead(nn.Module):
-  """The output head of a served draft: quantised, shortened, or both."""
+  """The output head of a served draft: quantized, shortened, or both."""
 
   config: T5Config | LlamaConfig
   serving: DraftServing
@@ -71,8 +71,8 @@ class LanguageModel(nn.Module):
 
   def prefill(self, source: jax.Array, mask: jax.Array, cache_length: int):
     """See `base.Model.prefill`."""
-    kept, attended, states = self.read(source, mask)
-    cache = cache_lib.KVCache.prefilled(kept, attended, cache_length)
+    entries, attended, states = self.read(source, mask)
+    cache = cache_lib.KVCache.prefilled(entries, attended, cache_length)
     if self.states:
       cache = cache.replace(target_states=layers.as_target_states(states))
     if self.states == "tokens":
@@ -101,8 +101,8 @@ class LanguageModel(nn.Module):
     x, cache = self.decoder.step(x, cache, is_token)
     if cache.token_states is not None:
       # As the keys of a single head.
-      written = cache_lib.write(cache.token_states[:, None], x[:, None], start)
-      cache = cache.replace(token_states=written[:, 0])
+      states = cache_lib.write(cache.token_states[:, None], x[:, None], start)
+      cache = cache.replace(token_states=states[:, 0])
     return self._logits(x), cache
 
   @staticmethod
@@ -145,7 +145,7 @@ def head_logits(config: T5Config | LlamaConfig, products: jax.Array) -> jax.Arra
   return layers.soft_capped(wide, config.logit_cap)
 
 
-def initialisers(
+def initializers(
   module: nn.Module, *arguments: Any, method: str = "score"
 ) -> dict[str, Any]:
   """The fields `init` and `logical_axes` of `base.Model`, for the trained parameters.
@@ -303,12 +303,12 @@ def for_steps(
   """Stores the kernels of a decoder for steps; `kept` is their present layout."""
   if layout is kept:
     return decoder
-  found = {}
+  leaves = {}
   for path, leaf in flax.traverse_util.flatten_dict(decoder).items():
     if not is_for_steps(("decoder", *path)):
-      found[path] = leaf
+      leaves[path] = leaf
       continue
     kernel = leaf.T if kept is base.Layout.SERVED else leaf
     for name, part in _STORED[layout](kernel).items():
-      found[*path[:-1], name] = part
-  return flax.traverse_util.unflatten_dict(found)
+      leaves[*path[:-1], name] = part
+  return flax.traverse_util.unflatten_dict(leaves)

@@ -4,11 +4,11 @@ import dataclasses
 from typing import Annotated, ClassVar
 
 from osd_jax import base, native
-from osd_jax.models import layers
 
+ACTIVATIONS = ("relu", "gelu", "silu", "linear")  # `layers` computes them
 ComputeType = Annotated[str, base.OneOf("float32", "bfloat16", "float64")]
 Activations = Annotated[
-  tuple[Annotated[str, base.OneOf(*layers.ACTIVATIONS)], ...],
+  tuple[Annotated[str, base.OneOf(*ACTIVATIONS)], ...],
   base.NonEmpty("at least one name"),
 ]
 
@@ -124,12 +124,12 @@ class LlamaConfig(base.Config):
     norm_epsilon: added to mean squares before the root.
     attention_bias: query, key and value projections have a bias (Qwen2).
     output_bias: the output projection of the attention has a bias.
-    query_key_norm: queries and keys are normalised per head (Qwen3, Gemma 3).
+    query_key_norm: queries and keys are normalized per head (Qwen3, Gemma 3).
     query_pre_attn_scalar: queries are divided by the root of this; 0 means head_dim.
     attention_cap: attention logits are bounded to this by a tanh (Gemma 2); 0 means no
       bound.
     logit_cap: the same for the logits of the output head.
-    post_norms: the results of attention and feed-forward block are normalised (Gemma).
+    post_norms: the results of attention and feed-forward block are normalized (Gemma).
     unit_offset_norms: norms multiply by 1 + scale (Gemma).
     scaled_embeddings: embedded tokens are multiplied by the root of `width` (Gemma).
     max_positions: longest prompt and output together, in tokens.
@@ -287,7 +287,7 @@ class DraftServing(base.Config):
   verifies every token. The learner trains the full draft.
 
   Attributes:
-    int8: quantise the decoder and the output head to 8 bits.
+    int8: quantize the decoder and the output head to 8 bits.
     shortlist: N, number of tokens that the output head covers; all other tokens have
       probability 0. 0 covers the whole vocabulary.
   """

@@ -247,7 +247,7 @@ class Decoder(nn.Module):
   def cross_keys_values(self, encoded: jax.Array):
     """Cross-attention keys and values [B, H, S, D] of every layer."""
     return [
-      layers.traced_once(layer, DecoderLayer.cross_keys_values, encoded)
+      layers.traced_once(layer, type(layer).cross_keys_values, encoded)
       for layer in self.layers
     ]
 
@@ -280,11 +280,11 @@ class Decoder(nn.Module):
     cross_bias = layers.mask_bias(cross_mask)[:, None, None, :]
     for index, layer in enumerate(self.layers):
       # Layers before the last need every position, because later ones attend to them.
-      chosen = positions if index == len(self.layers) - 1 else None
-      query = everywhere if chosen is None else chosen
+      places = positions if index == len(self.layers) - 1 else None
+      query = everywhere if places is None else places
       self_bias = self._step_bias(query, length, len(earlier))
       before = [step[index] for step in earlier]
-      arguments = (x, self_bias, cross[index], cross_bias, None, chosen, before)
+      arguments = (x, self_bias, cross[index], cross_bias, None, places, before)
       x, own = layers.traced_once(layer, DecoderLayer.__call__, *arguments)
       entries.append(own)
     return self.decoder_norm(x), entries
@@ -296,16 +296,16 @@ class Decoder(nn.Module):
     # The whole buffer is read at any length, so all steps are one program.
     self_bias = self._self_bias(query, cache.self_keys[0].shape[2])
     self_bias = self_bias + layers.mask_bias(is_token)[:, None, :, None]
-    seen = cache.cross_mask[:, None] & is_token[..., None]
-    cross_bias = layers.mask_bias(seen)[:, None]
-    written = []
+    visible = cache.cross_mask[:, None] & is_token[..., None]
+    cross_bias = layers.mask_bias(visible)[:, None]
+    new_entries = []
     for index, layer in enumerate(self.layers):
       cross = cache.cross_keys[index], cache.cross_values[index]
       past = cache.self_keys[index], cache.self_values[index], cache.length
       arguments = (x, self_bias, cross, cross_bias, past)
       x, entries = layers.traced_once(layer, DecoderLayer.__call__, *arguments)
-      written.append(entries)
-    return self.decoder_norm(x), cache.advanced(written, count)
+      new_entries.append(entries)
+    return self.decoder_norm(x), cache.advanced(new_entries, count)
 
   def _step_bias(self, query, length, step):
     """Bias [B or 1, H, n, (step + 1) T] of the keys that `after` describes."""

@@ -75,12 +75,10 @@ class DecoderLayer(llama.Layer):
     return self.fed_forward(x), entries
 
 
-class Decoder(nn.Module):
+class Decoder(t5.Decoder):
   """The decoder stack, with the output head of untied models."""
 
   config: T5GemmaConfig
-  layout: base.Layout
-  own_head: bool
 
   def setup(self):
     config = self.config
@@ -88,13 +86,6 @@ class Decoder(nn.Module):
     self.decoder_norm = llama.norm(config)
     if self.own_head:
       self.logits_dense = layers.output_head(config, self.layout)
-
-  def cross_keys_values(self, encoded: jax.Array):
-    """Cross-attention keys and values [B, KV heads, S, D] of every layer."""
-    return [
-      layers.traced_once(layer, DecoderLayer.cross_keys_values, encoded)
-      for layer in self.layers
-    ]
 
   def at(self, x, cross, cross_mask, positions=None):
     """Teacher forcing: [B, P, E] after the final norm; see `t5.Decoder.at`."""
@@ -116,24 +107,24 @@ class Decoder(nn.Module):
     ]
     keys = jnp.arange(slots)[None]
     arguments = (is_token, places, keys, cross, cache.cross_mask, past)
-    x, written = self._applied(x, *arguments)
-    return self.decoder_norm(x), cache.advanced(written, count)
+    x, new_entries = self._applied(x, *arguments)
+    return self.decoder_norm(x), cache.advanced(new_entries, count)
 
   def _applied(self, x, is_token, queries, keys, cross, cross_mask, past=None):
     """Applies all layers at positions `queries` [B, n] with keys at [B or 1, T]."""
     config = self.config
     by = llama.rotations(config, queries)
     is_token = is_token[..., None]
-    seen = (keys[:, None] <= queries[..., None]) & is_token
-    bias = llama.biases(config, seen, queries, keys)
+    visible = (keys[:, None] <= queries[..., None]) & is_token
+    bias = llama.biases(config, visible, queries, keys)
     cross_bias = layers.mask_bias(cross_mask[:, None] & is_token)[:, None]
-    past, written = past or [None] * config.num_layers, []
+    past, new_entries = past or [None] * config.num_layers, []
     for index, (layer, entries) in enumerate(zip(self.layers, cross, strict=True)):
       window, source = config.window_of(index), llama.Memory(*entries, cross_bias)
       arguments = (x, by[window], bias[window], past[index], source)
       x, entries = layers.traced_once(layer, DecoderLayer.__call__, *arguments)
-      written.append(entries)
-    return x, written
+      new_entries.append(entries)
+    return x, new_entries
 
 
 class T5Gemma(t5.T5):

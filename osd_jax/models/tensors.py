@@ -282,5 +282,5 @@ def _incomplete(path: Path, error: object) -> base.InputError:
 def _not_floating(name: str, place: object, received: str) -> base.InputError:
   return base.InputError(
     f"weights: {place}: tensor {name}: found {received}, expected floating-point"
-    " numbers of 16, 32 or 64 bits. Quantised checkpoints cannot be converted."
+    " numbers of 16, 32 or 64 bits. Quantized checkpoints cannot be converted."
   )

@@ -90,14 +90,14 @@ class Identity:
 
   @property
   def sizes(self) -> str:
-    """The sizes of the target, which its quantised and fine-tuned copies share.
+    """The sizes of the target, which its quantized and fine-tuned copies share.
 
     Other fields may differ between copies: one ties its head, another stores the head
-    quantised, and they may end texts with other tokens.
+    quantized, and they may end texts with other tokens.
     """
     fields = dataclasses.asdict(self.config)
-    stated = (f"{name}={fields[name]}" for name in _SIZES if name in fields)
-    return f"{type(self.config).__name__}({', '.join(stated)})"
+    sizes = (f"{name}={fields[name]}" for name in _SIZES if name in fields)
+    return f"{type(self.config).__name__}({', '.join(sizes)})"
 
 
 def identity(target: Weights, name: str) -> Identity:
@@ -148,10 +148,10 @@ def save(
       f" {_AS_HELD!r}."
     )
   # Every text field of the dataclass is stored under its own name.
-  named = dataclasses.asdict(dataclasses.replace(weights, params={}))
+  fields = dataclasses.asdict(dataclasses.replace(weights, params={}))
   metadata = {
     "format": _FORMATS[type(weights.config)],
-    **{field: value for field, value in named.items() if isinstance(value, str)},
+    **{field: value for field, value in fields.items() if isinstance(value, str)},
     "config": _config_json(weights.config),
   }
   return _write(path, tensors_lib.flat(weights.params), storage, metadata)
@@ -161,8 +161,8 @@ def save_tree(
   path: str | Path, params: base.Params, notes: str, storage: str = "float32"
 ) -> Path:
   """Writes the parameters of any model, named by their paths; see `save`."""
-  named, _ = jax.tree_util.tree_flatten_with_path(params)
-  flat = {jax.tree_util.keystr(place) or "params": leaf for place, leaf in named}
+  leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+  flat = {jax.tree_util.keystr(place) or "params": leaf for place, leaf in leaves}
   metadata = {"format": "osd_jax.tree", "notes": notes}
   return _write(path, flat, storage, metadata)
 

@@ -107,5 +107,5 @@ def test_reference_of_any_value_is_text_or_absent(value, written):
 
 
 @pytest.mark.parametrize("template", ["{", "}", "{}", "a {b", "{a!r}", "{a:3}", "text"])
-def test_texts_that_are_no_templates_are_recognised(template):
+def test_texts_that_are_no_templates_are_recognized(template):
   assert not is_template(template) and is_template("{question}")

@@ -21,15 +21,13 @@ from osd_jax.decoding import rounds
 from osd_jax.distillation import learner, schedule
 from osd_jax.engine import requests
 from osd_jax.engine.requests import Prompt
-from osd_jax.engine.server import LEARNING, Server
+from osd_jax.engine.server import Server
 from osd_jax.models import weights
 
 DECODING = requests.DecodingConfig(
   rows=2, num_draft_tokens=3, source_lengths=(24, 48), target_length=16
 )
-QUICK = dataclasses.replace(
-  LEARNING, schedule=schedule.ScheduleConfig(update_interval=2)
-)
+QUICK = learner.LearningConfig(schedule=schedule.ScheduleConfig(update_interval=2))
 TEXTS = [f"How many hotels are there with rating above {n}?" for n in range(40, 46)]
 
 
@@ -517,9 +515,3 @@ def test_statistics_agree_with_the_answers(pair):
     calls = sum(answer.target_calls for answer in answers)
     assert found.tokens_per_target_call == found.tokens / calls
     assert found.tokens_per_second > 0
-
-
-def test_learning_configs_compare_by_value():
-  assert learner.LearningConfig() == learner.LearningConfig()
-  with pytest.raises(base.InputError, match=r"LearningConfig\.seed: received -1"):
-    learner.LearningConfig(seed=-1)

@@ -73,12 +73,3 @@ def test_shortlist_of_the_whole_vocabulary_is_ignored():
   whole = Runner("t5 1.1", shapes.DraftServing(shortlist=64))
   assert whole.model.shortlist == 0
   assert "draft_head" not in whole.served()
-
-
-@pytest.mark.parametrize(
-  ("field", "value"),
-  [("int8", 1), ("shortlist", -1), ("shortlist", 1), ("shortlist", 2.5)],
-)
-def test_invalid_field_error_names_the_field(field, value):
-  with pytest.raises(ValueError, match=f"DraftServing.{field}: received"):
-    shapes.DraftServing(**{field: value})

@@ -351,7 +351,7 @@ def test_nonempty_folder_is_not_overwritten(tmp_path):
 
 def most_alive(monkeypatch, eager):
   """Returns the largest number of tensors in memory while a file is read."""
-  alive, most, opened = [], 0, folders.open_folder
+  alive, most, opened = [], 0, folders.open_tensors
 
   def watched(*arguments):
     found = opened(*arguments)
@@ -366,7 +366,7 @@ def most_alive(monkeypatch, eager):
     most = max(most, sum(reference() is not None for reference in alive))
     return array
 
-  monkeypatch.setattr(hugging_face, "open_folder", watched)
+  monkeypatch.setattr(hugging_face, "open_tensors", watched)
   hugging_face.read(FIXTURES / "hugging_face_t5_1_1")
   return most
 

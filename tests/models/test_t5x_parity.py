@@ -1,6 +1,6 @@
 """Parameter tree, logical axes and logits equal those of t5x.
 
-`t5x_oracle.npz` contains a tiny T5 1.1 that t5x initialised, a batch and t5x's logits.
+`t5x_oracle.npz` contains a tiny T5 1.1 that t5x initialized, a batch and t5x's logits.
 `t5x_param_axes.json` contains the shape and logical axes of every parameter.
 """
 

@@ -154,7 +154,7 @@ HEADERS = {
     {"format": "pt"},
     "has format 'pt'.*their config.json",
   ),
-  "unknown field": ({"config": '{"colour": 3}'}, "colour"),
+  "unknown field": ({"config": '{"color": 3}'}, "color"),
   "invalid field": ({"config": '{"width": 0}'}, "T5Config.width"),
   "no JSON": ({"config": "{"}, "config in the header"),
 }

@@ -24,7 +24,7 @@ from osd_tools import chips, hlo
 from osd_tools.ahead_of_time import plan as plan_lib
 from osd_tools.ahead_of_time import programs
 
-pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("full_optimisation")]
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("full_optimization")]
 
 LAYERS, ROWS, DRAFTED = 2, 8, 5
 VERIFICATION = f"verification of {DRAFTED + 1} tokens"

@@ -4,14 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from osd_jax import base, gguf_files
+from osd_jax import base, formats
 from osd_jax.models.tensors import Tensors, of_safetensors, parse_json
 
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 
 
-def open_folder(folder: Path) -> Tensors:
-  """Opens the tensors of a Hugging Face folder: `model.safetensors`, or its shards."""
+def open_tensors(folder: Path) -> Tensors:
+  """Opens the tensors of a model: `model.safetensors` of a folder, or its shards.
+
+  A file that `formats` can read is opened like a folder.
+  """
+  if reader := formats.reader_of(folder):
+    return reader.open_tensors(folder)
   if (folder / _SAFETENSORS).exists():
     return of_safetensors(folder / _SAFETENSORS)[0]
   index = folder / f"{_SAFETENSORS}.index.json"
@@ -44,8 +49,8 @@ def _advice(folder: Path) -> str:
 
 
 def holds_model(path: Path) -> bool:
-  """Whether a path is a folder, or a GGUF file, which is read like one."""
-  return path.is_dir() or gguf_files.is_gguf(path)
+  """Whether a path is a folder, or a file that `formats` reads like one."""
+  return path.is_dir() or formats.reader_of(path) is not None
 
 
 def kind_of(folder: Path) -> str:
@@ -95,12 +100,18 @@ def _of_shards(index: Path) -> Tensors:
     file: of_safetensors(index.parent / file)[0]
     for file in sorted(set(places.values()))
   }
-  listed = set(places.items())
-  held = {(name, file) for file, shard in shards.items() for name in shard.shapes}
+  index_entries = set(places.items())
+  shard_entries = {
+    (name, file) for file, shard in shards.items() for name in shard.shapes
+  }
   # Compared in both directions: a tensor may be missing from its shard, or a shard may
   # come from another version of the model.
-  for name, file in sorted(listed - held) + sorted(held - listed):
-    received = "found nothing" if (name, file) in listed else "found an unlisted copy"
+  for name, file in sorted(index_entries - shard_entries) + sorted(
+    shard_entries - index_entries
+  ):
+    received = (
+      "found nothing" if (name, file) in index_entries else "found an unlisted copy"
+    )
     raise base.InputError(
       f"convert: {index}: tensor {name}: {received} in {file}, expected it in"
       f" {places.get(name, 'no file')} only; download the folder again."
@@ -131,8 +142,8 @@ def check_field(
   `says` names the models that can be converted, for the error message.
   """
   if received not in expected:
-    wanted = " or ".join(repr(value) for value in expected)
+    values = " or ".join(repr(value) for value in expected)
     raise base.InputError(
       f"convert: config.json: field {field}: received {received!r}, expected"
-      f" {wanted}; {says}."
+      f" {values}; {says}."
     )

@@ -18,11 +18,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from osd_jax import base, gguf_files
+from osd_jax import base, formats
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models import weights as weights_lib
 from osd_jax.models.convert import llama, t5, t5gemma
-from osd_jax.models.convert.folders import check_field, open_folder, read_json
+from osd_jax.models.convert.folders import check_field, open_tensors, read_json
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import LlamaConfig, T5Config, T5GemmaConfig
 from osd_jax.models.tensors import Tensors
@@ -66,7 +66,7 @@ def _without_nulls(config: Any) -> Any:
 
 
 def shape_of(folder: str | Path) -> ModelConfig:
-  """The shape in a folder's config.json, or in a GGUF file; reads no weights."""
+  """The shape in a folder's config.json, or in another model file; reads no weights."""
   return config_from(_fields(Path(folder)))
 
 
@@ -83,9 +83,10 @@ def config_to(config: ModelConfig) -> dict[str, Any]:
 
 
 def read(folder: str | Path, as_stored: bool = False) -> Weights:
-  """Reads a model folder that transformers wrote, or a GGUF file, tensor by tensor.
+  """Reads a model folder that transformers wrote, tensor by tensor.
 
   The folder contains `config.json`, and `model.safetensors` in one file or in shards.
+  A file that `formats` can read is read like a folder.
 
   Returns:
     Weights in float32, or as they are stored (see `tensors.read_params`), without the
@@ -98,9 +99,7 @@ def read(folder: str | Path, as_stored: bool = False) -> Weights:
   config, tensors, names = _named(folder)
   turn = functools.partial(_oriented, _FAMILIES[type(config)])
   params = tensors_lib.read_params(tensors, names, turn, as_stored)
-  kind = "GGUF file" if gguf_files.is_gguf(folder) else "Hugging Face folder"
-  notes = f"converted from the {kind} {folder.name}"
-  return Weights(config, params, notes=notes)
+  return Weights(config, params, notes=f"converted from {folder.name}")
 
 
 def bfloat16_of(folder: str | Path) -> frozenset[str]:
@@ -114,7 +113,7 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
   fields = _fields(folder)
   config = config_from(fields)
   family = _FAMILIES[type(config)]
-  tensors = _text_tensors(_opened(folder))
+  tensors = _text_tensors(open_tensors(folder))
   expected = weights_lib.expected_shapes(config)
   names = {path: family.tensor_name(path, config) for path in expected}
   # A file may hold a model without its head, whose names lack a prefix.
@@ -128,7 +127,7 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
   if not config.tied_head and shares_head and family.HEAD not in tensors.shapes:
     names[_HEAD] = names[_EMBEDDING]
   dropped = {*aliases, family.EMBEDDING} - set(names.values())
-  found = {
+  shapes = {
     name: shape
     for name, shape in tensors.shapes.items()
     if name not in dropped and not name.endswith(family.UNUSED)
@@ -137,7 +136,7 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
     names[path]: shape[::-1] if family.is_transposed(path) else shape
     for path, shape in expected.items()
   }
-  tensors_lib.check(found, in_file, folder)
+  tensors_lib.check(shapes, in_file, folder)
   return config, tensors, names
 
 
@@ -159,30 +158,18 @@ def _text_tensors(tensors: Tensors) -> Tensors:
   )
 
 
-def _opened(path: Path) -> Tensors:
-  if not gguf_files.is_gguf(path):
-    return open_folder(path)
-  places = gguf_files.tensors_of(path)
-  return Tensors(
-    {name: place.shape for name, place in places.items()},
-    lambda name: gguf_files.read(path, name, places[name]),
-    lambda name: path,
-    frozenset(name for name, place in places.items() if gguf_files.is_short(place)),
-  )
-
-
 def _only_embedding(tensors: Tensors, names: tuple[str, ...]) -> str:
   """Returns the first name of the embedding; a file may hold equal copies."""
-  stored = [name for name in names if name in tensors.shapes]
-  for alias in stored[1:]:
-    first, copy = tensors.read(stored[0]), tensors.read(alias)
+  copies = [name for name in names if name in tensors.shapes]
+  for alias in copies[1:]:
+    first, copy = tensors.read(copies[0]), tensors.read(alias)
     if not np.array_equal(first, copy, equal_nan=True):  # NaNs are reported later
       raise base.InputError(
-        f"convert: tensor {alias}: differs from {stored[0]}, expected a copy of it in"
+        f"convert: tensor {alias}: differs from {copies[0]}, expected a copy of it in"
         " this model; if the head was trained separately, set tie_word_embeddings"
         " (and in a T5 scale_decoder_outputs) to false in config.json."
       )
-  return (stored or names)[0]
+  return (copies or names)[0]
 
 
 def write(
@@ -251,8 +238,8 @@ def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
   """Writes one file, or shards of at most `_SHARD` bytes and their index."""
   shards: list[dict[str, np.ndarray]] = [{}]
   for name, tensor in tensors.items():
-    held = sum(other.nbytes for other in shards[-1].values())
-    if shards[-1] and held + tensor.nbytes > _SHARD:
+    size = sum(other.nbytes for other in shards[-1].values())
+    if shards[-1] and size + tensor.nbytes > _SHARD:
       shards.append({})
     shards[-1][name] = tensor
   names = ["model.safetensors"]
@@ -273,8 +260,7 @@ def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
 
 def _fields(folder: Path) -> dict[str, Any]:
   """The fields of config.json, with the eos_token_id of generation_config.json."""
-  if gguf_files.is_gguf(folder):
-    folder = gguf_files.folder_of(folder)
+  folder = formats.folder_of(folder)
   fields = read_json(folder / "config.json")
   if (folder / "generation_config.json").exists():
     ends = read_json(folder / "generation_config.json").get("eos_token_id")

@@ -34,7 +34,7 @@ _SAYS = (
 
 # Fields that must be empty, with their meaning for the error message.
 _REFUSED = {
-  "quantization_config": "a quantised checkpoint",
+  "quantization_config": "a quantized checkpoint",
   "num_local_experts": "a mixture of experts",
   "num_experts": "a mixture of experts",
   "mlp_bias": "feed-forward blocks with biases",
@@ -166,10 +166,10 @@ def _gemma(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
 
 def _eos_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
   """The end-of-sequence tokens; config.json has one or a list."""
-  stated = config.get("eos_token_id")
-  ids: tuple[Any, ...] = tuple(stated) if isinstance(stated, list) else (stated,)
+  value = config.get("eos_token_id")
+  ids: tuple[Any, ...] = tuple(value) if isinstance(value, list) else (value,)
   if not all(base.is_count(token, least=0) for token in ids):
-    check_field(_SAYS, "eos_token_id", stated, ("a token id, or a list of them",))
+    check_field(_SAYS, "eos_token_id", value, ("a token id, or a list of them",))
   return ids
 
 
@@ -187,8 +187,8 @@ def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     for i in range(config["num_hidden_layers"])
   ]
   kinds = config.get("layer_types") or layer_types(local)
-  known = {_GLOBAL, _LOCAL} if window else {_GLOBAL}
-  check_field(_SAYS, "layer_types", set(kinds) - known, (set(),))
+  allowed = {_GLOBAL, _LOCAL} if window else {_GLOBAL}
+  check_field(_SAYS, "layer_types", set(kinds) - allowed, (set(),))
   windows = tuple(window if kind == _LOCAL else 0 for kind in kinds)
   periods = range(1, len(windows) + 1)
   repeats = lambda n: all(w == windows[i % n] for i, w in enumerate(windows))
@@ -202,25 +202,25 @@ def layer_types(is_local: Iterable[bool]) -> list[str]:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
   """The fields of rotary positions; one field in the file since transformers 5."""
-  stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
   own = {}
   if config["model_type"] == "gemma3_text":
-    local = stated.get(_LOCAL, {})
+    local = fields.get(_LOCAL, {})
     check_field(_SAYS, "rope_type", local.get("rope_type", "default"), ("default",))
     theta = local.get("rope_theta", config["rope_local_base_freq"])
     own["local_rope_theta"] = float(theta)
-    stated = stated.get(_GLOBAL, stated)
-  stated = {field: value for field, value in stated.items() if value is not None}
-  own["rope_theta"] = float(stated.get("rope_theta", config.get("rope_theta", 1e4)))
-  kind = stated.get("rope_type", stated.get("type", "default"))
+    fields = fields.get(_GLOBAL, fields)
+  fields = {field: value for field, value in fields.items() if value is not None}
+  own["rope_theta"] = float(fields.get("rope_theta", config.get("rope_theta", 1e4)))
+  kind = fields.get("rope_type", fields.get("type", "default"))
   check_field(_SAYS, "rope_scaling.rope_type", kind, ("default", "linear", "llama3"))
-  share = config.get("partial_rotary_factor") or stated.get("partial_rotary_factor")
+  share = config.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
   check_field(_SAYS, "partial_rotary_factor", share, (None, 1.0))
   if kind == "linear":
-    own["rope_factor"] = float(required(stated, "factor"))
+    own["rope_factor"] = float(required(fields, "factor"))
   if kind == "llama3":
     scaling = {
-      ours: required(stated, theirs) for ours, theirs in _SCALING_FIELDS.items()
+      ours: required(fields, theirs) for ours, theirs in _SCALING_FIELDS.items()
     }
     own["rope_scaling"] = RopeScaling(**scaling)
   return own
@@ -229,11 +229,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 def config_to(config: LlamaConfig) -> dict[str, Any]:
   """The fields of `config.json` for a shape."""
   like_file = {name: getattr(LlamaConfig(), name) for name in _NOT_STORED}
-  wanted = dataclasses.replace(config, **like_file)
+  target = dataclasses.replace(config, **like_file)
   for kind in MODEL_TYPES:
     fields = _fields_of(config, kind)
     try:
-      if config_from(fields) == wanted:
+      if config_from(fields) == target:
         return fields
     except base.InputError:
       pass  # this kind has no such layers

@@ -7,7 +7,7 @@ folder, which are kept in a cache, so that everything else reads them as usual:
                   tokenizer.json or tokenizer.model
                -> tensors.json: where each tensor is, by its name in transformers
 
-Tensors are read from the file itself, dequantised one at a time.
+Tensors are read from the file itself, dequantized one at a time.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ import ml_dtypes
 import numpy as np
 
 from osd_jax import base
+from osd_jax.models.tensors import Tensors
 
 CACHE = "~/.cache/osd_jax/gguf"
-_VERSION = 2  # of the files in the cache
-_MAGIC = b"GGUF"
+_VERSION = 4  # of the files in the cache
 _TENSORS = "tensors.json"
-_CHUNK = 2**18  # elements that are dequantised at a time
+_CHUNK = 2**18  # elements that are dequantized at a time
 
 # The model types of transformers, by architecture.
 ARCHITECTURES = {
@@ -110,7 +110,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class Place:
   """Where a tensor is in a file."""
 
   kind: str  # name of its type, such as "Q4_K"
@@ -121,14 +121,6 @@ class Tensor:
   heads: int = 0
   # Subtracted from the stored values; 1 for the norms of a Gemma.
   offset: float = 0.0
-
-
-def is_gguf(path: Path) -> bool:
-  """Whether a path is a GGUF file, or is named like one."""
-  if not path.is_file() or path.suffix == ".gguf":
-    return path.is_file()
-  with path.open("rb") as file:
-    return file.read(len(_MAGIC)) == _MAGIC
 
 
 def folder_of(path: Path) -> Path:
@@ -145,40 +137,45 @@ def folder_of(path: Path) -> Path:
   if not (cache / name).is_dir():
     files = _files(path)
     cache.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=cache))
+    folder = Path(tempfile.mkdtemp(dir=cache))
     for file, content in files.items():
-      (made / file).write_bytes(content)
+      (folder / file).write_bytes(content)
     try:
-      os.replace(made, cache / name)
+      os.replace(folder, cache / name)
     except OSError:  # another process was faster
-      shutil.rmtree(made)
+      shutil.rmtree(folder)
   return cache / name
 
 
-def tensors_of(path: Path) -> dict[str, Tensor]:
-  """The tensors of a file, by their names in transformers; see `folder_of`."""
-  stored = json.loads((folder_of(path) / _TENSORS).read_text())
-  return {
-    name: Tensor(**{**fields, "shape": tuple(fields["shape"])})
-    for name, fields in stored.items()
+def open_tensors(path: Path) -> Tensors:
+  """Opens the tensors of a file, by their names in transformers.
+
+  Float32 is read unchanged, float16 as float32, and everything else as bfloat16.
+  Reading raises InputError if the file ends inside the tensor.
+  """
+  fields_of = json.loads((folder_of(path) / _TENSORS).read_text())
+  places = {
+    name: Place(**{**fields, "shape": tuple(fields["shape"])})
+    for name, fields in fields_of.items()
   }
+  return Tensors(
+    {name: place.shape for name, place in places.items()},
+    lambda name: _read(path, name, places[name]),
+    lambda name: path,
+    frozenset(name for name, place in places.items() if _is_short(place)),
+  )
 
 
-def is_short(tensor: Tensor) -> bool:
-  """Whether `read` returns a tensor in bfloat16."""
+def _is_short(tensor: Place) -> bool:
   return tensor.kind not in ("F32", "F16")
 
 
-def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
-  """Reads a tensor: float32 as it is, float16 in float32, any other in bfloat16.
-
-  A file that ends inside the tensor is an InputError.
-  """
-  dtype = np.dtype(ml_dtypes.bfloat16 if is_short(tensor) else np.float32)
+def _read(path: Path, name: str, tensor: Place) -> np.ndarray:
+  dtype = np.dtype(ml_dtypes.bfloat16 if _is_short(tensor) else np.float32)
   count = int(np.prod(tensor.shape))
   # An mmap of its own: its pages are returned to the system with the tensor.
-  found = np.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype, count)
-  values = found.reshape(-1, tensor.shape[-1])
+  flat = np.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype, count)
+  values = flat.reshape(-1, tensor.shape[-1])
   row = tensor.size // len(values)  # bytes
   step = max(1, _CHUNK // tensor.shape[-1])
   with path.open("rb") as file:
@@ -188,14 +185,14 @@ def read(path: Path, name: str, tensor: Tensor) -> np.ndarray:
       data = file.read(row * len(part))
       if len(data) < row * len(part):
         raise _damaged(path, f"it ends inside tensor {name}")
-      part[...] = _dequantised(np.frombuffer(data, np.uint8), row, tensor.kind)
+      part[...] = _dequantized(np.frombuffer(data, np.uint8), row, tensor.kind)
   if tensor.offset:
-    np.subtract(found, dtype.type(tensor.offset), out=found)
-  values = found.reshape(tensor.shape)
+    np.subtract(flat, dtype.type(tensor.offset), out=flat)
+  values = flat.reshape(tensor.shape)
   return _in_halves(values, tensor.heads) if tensor.heads else values
 
 
-def _dequantised(data: np.ndarray, row: int, kind: str) -> np.ndarray:
+def _dequantized(data: np.ndarray, row: int, kind: str) -> np.ndarray:
   if kind == "BF16":
     return data.view(ml_dtypes.bfloat16).reshape(-1, row // 2)
   with base.extra("gguf", "weights: a tensor"):
@@ -253,6 +250,8 @@ def _files(path: Path) -> dict[str, bytes]:
   by_name = {tensor.name: tensor for tensor in tensors}
   config = _config(metadata, architecture, by_name)
   files: dict[str, Any] = {"config.json": config, **_tokenizer(metadata)}
+  if sampling := _sampling(metadata):
+    files["generation_config.json"] = sampling
   files[_TENSORS] = _places(path, by_name, config)
   return {
     name: content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -279,7 +278,7 @@ class _Metadata:
 
 
 def _check_kinds(path: Path, tensors: list[Any]) -> None:
-  """Checks that every type of tensor can be dequantised, before any is read."""
+  """Checks that every type of tensor can be dequantized, before any is read."""
   from gguf.constants import GGML_QUANT_SIZES
   from gguf.quants import dequantize
 
@@ -295,7 +294,10 @@ def _check_kinds(path: Path, tensors: list[Any]) -> None:
 def _config(
   metadata: _Metadata, architecture: str, tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-  path, ends = metadata.path, metadata.required("tokenizer.ggml.eos_token_id")
+  path = metadata.path
+  ends = [metadata.required("tokenizer.ggml.eos_token_id")]
+  if (turn := metadata.get("tokenizer.ggml.eot_token_id")) is not None:
+    ends.append(turn)
   fields = {
     name: metadata.required(f"{architecture}.{key}") for name, key in _FIELDS.items()
   }
@@ -327,7 +329,7 @@ def _config(
     else len(metadata.required("tokenizer.ggml.tokens")),
     "tie_word_embeddings": "output.weight" not in tensors,
     "attention_bias": "blk.0.attn_q.bias" in tensors,
-    "eos_token_id": ends,
+    "eos_token_id": list(dict.fromkeys(ends)),
   }
 
 
@@ -355,11 +357,11 @@ def _rope_scaling(
 def _places(
   path: Path, tensors: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The fields of `Tensor` of all tensors, by their names in transformers."""
+  """The fields of `Place` of all tensors, by their names in transformers."""
   heads, is_gemma = config["num_attention_heads"], "gemma" in config["model_type"]
   names = _GEMMA_NAMES if is_gemma else _LAYER_NAMES
   rotated = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}
-  found = {}
+  places = {}
   for name, tensor in tensors.items():
     if name == _ROPE:
       continue
@@ -367,15 +369,15 @@ def _places(
     whole = re.fullmatch(r"(\w+)\.(weight|bias)", name)
     part = of_layer[2] if of_layer else whole[1] if whole else ""
     if of_layer and part in names:
-      given = f"model.layers.{of_layer[1]}.{names[part]}.{of_layer[3]}"
+      target = f"model.layers.{of_layer[1]}.{names[part]}.{of_layer[3]}"
     elif whole and part in _NAMES:
-      given = f"{_NAMES[part]}.{whole[2]}"
+      target = f"{_NAMES[part]}.{whole[2]}"
     else:
       raise _refused(
         path, "tensor", name, "the tensors of a dense Llama, Qwen or Gemma"
       )
-    found[given] = dataclasses.asdict(
-      Tensor(
+    places[target] = dataclasses.asdict(
+      Place(
         tensor.tensor_type.name,
         tuple(int(size) for size in reversed(tensor.shape)),
         int(tensor.data_offset),
@@ -384,7 +386,7 @@ def _places(
         1.0 if is_gemma and part.endswith("norm") else 0.0,
       )
     )
-  return found
+  return places
 
 
 def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
@@ -398,6 +400,8 @@ def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
     expected = " or ".join(map(repr, _TOKENIZERS))
     raise _refused(metadata.path, "tokenizer.ggml.model", model, expected)
   settings = {
+    # Not that of the model type, which would replace the rules in tokenizer.json.
+    "tokenizer_class": "PreTrainedTokenizerFast",
     "add_bos_token": begins is not None,
     "chat_template": metadata.get("tokenizer.chat_template"),
     "added_tokens_decoder": {
@@ -413,31 +417,26 @@ def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
   ):
     if (token := get(f"{key}_token_id")) is not None:
       settings[name] = tokens[token]
-  ends = [
-    token for key in ("eos", "eot") if (token := get(f"{key}_token_id")) is not None
-  ]
   return {
     **make(metadata, tokens, kinds, begins),
     "tokenizer_config.json": settings,
-    "generation_config.json": {
-      "eos_token_id": list(dict.fromkeys(ends)),
-      **_sampling(metadata),
-    },
   }
 
 
 def _sampling(metadata: _Metadata) -> dict[str, Any]:
   """The fields of generation_config.json that say how to sample, if any does."""
-  found = {
+  fields = {
     field: value
     for name, field in _SAMPLING.items()
     if (value := metadata.get(f"general.sampling.{name}")) is not None
   }
-  if not found:
+  if not fields:
     return {}
   # There is no do_sample; llama.cpp is greedy at a temperature of 0.
-  states_any = any(name in found for name in ("temperature", "top_k", "top_p", "min_p"))
-  return {"do_sample": states_any and found.get("temperature") != 0, **found}
+  states_any = any(
+    name in fields for name in ("temperature", "top_k", "top_p", "min_p")
+  )
+  return {"do_sample": states_any and fields.get("temperature") != 0, **fields}
 
 
 def _byte_pairs(
@@ -450,7 +449,7 @@ def _byte_pairs(
       metadata.path, "tokenizer.ggml.pre", rule, f"one of {', '.join(_WORDS)}"
     )
   merges = metadata.required("tokenizer.ggml.merges")
-  made = byte_pairs(
+  tokenizer = byte_pairs(
     # Added tokens, too, or they would get the next free ids.
     {
       text: token
@@ -462,15 +461,15 @@ def _byte_pairs(
   )
   for text, kind in zip(tokens, kinds, strict=True):
     if kind in (_CONTROL, _USER):
-      add_token(made, text, kind == _CONTROL)
+      add_token(tokenizer, text, kind == _CONTROL)
   if begins is not None:
     from tokenizers import processors
 
     first = tokens[begins]
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer.post_processor = processors.TemplateProcessing(
       single=f"{first} $A", special_tokens=[(first, begins)]
     )
-  return {"tokenizer.json": made.to_str().encode()}
+  return {"tokenizer.json": tokenizer.to_str().encode()}
 
 
 def byte_pairs(
@@ -482,17 +481,19 @@ def byte_pairs(
 
   is_llama = words == _LLAMA3_WORDS
   models, parts = tokenizers.models, tokenizers.pre_tokenizers
-  made = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_llama))
+  tokenizer = tokenizers.Tokenizer(
+    models.BPE(vocabulary, merges, ignore_merges=is_llama)
+  )
   if not is_llama:
-    made.normalizer = tokenizers.normalizers.NFC()
-  made.pre_tokenizer = parts.Sequence(
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+  tokenizer.pre_tokenizer = parts.Sequence(
     [
       parts.Split(tokenizers.Regex(words), "isolated"),
       parts.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
   )
-  made.decoder = tokenizers.decoders.ByteLevel()
-  return made
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  return tokenizer
 
 
 def add_token(tokenizer: Any, text: str, is_special: bool) -> None:

@@ -17,7 +17,7 @@ import tensorstore
 from models import test_t5x_parity as parity
 
 from osd_jax.models import shapes
-from osd_jax.models.convert import t5x
+from osd_tools import t5x
 
 CONFIG = parity.CONFIG
 

@@ -90,7 +90,7 @@ def _native_leaves(folder: Path) -> dict[str, Any]:
     leaves = flax.traverse_util.flatten_dict(
       target, is_leaf=lambda _, x: not isinstance(x, dict) or "driver" in x
     )
-    named = _unique(path, (("/".join(keys), leaf) for keys, leaf in leaves.items()))
+    unique = _unique(path, (("/".join(keys), leaf) for keys, leaf in leaves.items()))
   except base.InputError:
     raise
   except Exception as error:  # msgpack, flax and numpy raise many types
@@ -101,7 +101,7 @@ def _native_leaves(folder: Path) -> dict[str, Any]:
     ) from error
   return {
     name: leaf if isinstance(leaf, np.ndarray) else _file(_place(folder, name, leaf))
-    for name, leaf in named.items()
+    for name, leaf in unique.items()
   }
 
 
@@ -146,15 +146,15 @@ def _orbax_leaves(folder: Path) -> dict[str, Any]:
 
 def _unique(origin: Path, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
   """A dict of the pairs; InputError if a parameter occurs twice."""
-  held: dict[str, Any] = {}
+  leaves: dict[str, Any] = {}
   for path, leaf in pairs:
-    if path in held:
+    if path in leaves:
       raise base.InputError(
         f"convert: {origin}: parameter {path}: found two, expected one; write the"
         " checkpoint again."
       )
-    held[path] = leaf
-  return held
+    leaves[path] = leaf
+  return leaves
 
 
 def _ocdbt_names(folder: Path, store: Mapping[str, Any]) -> Iterator[str]:

@@ -1,13 +1,33 @@
-"""The paper's `mix_token`: each token comes from the target or the draft, at random."""
+"""The paper's mixed text sources: target and draft take turns, drawn at random."""
 
+import dataclasses
 import functools
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from osd_jax import base
+from osd_jax import base, corpus, pairs
 from osd_jax.cache import KVCache
+
+
+def writer(
+  source: corpus.TextSource, pair: pairs.Pair, count: int
+) -> tuple[np.ndarray, pairs.Pair]:
+  """Returns which prompts the second writer answers, [count] bool, and that writer.
+
+  It is the draft for "mix_request", which draws one of the two for each prompt, and the
+  token mix for "mix_token". The target answers all other prompts.
+  """
+  if source.sample_source == "mix_request":
+    # A function of the seed and the index: a continued run makes the same texts.
+    draws = np.random.default_rng([source.seed, 1]).random(count)
+    return draws < source.mix_share, corpus.draft_alone(pair)
+  mixed = mix(pair.target, pair.draft, source.mix_share, source.seed)
+  params = {"target": pair.target_params, "draft": pair.draft_params}
+  whole = dataclasses.replace(pair, target=mixed, target_params=params)
+  return np.ones(count, bool), whole
 
 
 @flax.struct.dataclass
@@ -65,8 +85,8 @@ def mix(
       logits[name], caches[name] = model.decode(served[name], tokens, inner)
     position = cache.length[:, None] + jnp.arange(tokens.shape[1])[None]
     length = cache.length + tokens.shape[1]
-    chosen = mixed(logits, cache.fingerprint, position)
-    return chosen, cache.replace(length=length, **caches)
+    logits_here = mixed(logits, cache.fingerprint, position)
+    return logits_here, cache.replace(length=length, **caches)
 
   def score(params, source, mask, tokens):
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)

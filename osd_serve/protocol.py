@@ -251,6 +251,14 @@ class Chat(Parameters):
 class Tokenize(Body):
   """The parameters of /tokenize, which takes a prompt or messages."""
 
+  model_config = pydantic.ConfigDict(
+    json_schema_extra={
+      "anyOf": [
+        {"required": [name], "properties": {name: {"type": kind}}}
+        for name, kind in (("prompt", "string"), ("messages", "array"))
+      ]
+    }
+  )
   prompt: str | None = None
   messages: _Messages | None = Field(None, description="a list of messages")
 

@@ -128,6 +128,12 @@ FAULTS = [
     SCHEDULE,
   ),
   Fault(
+    "a loss compares fewer tokens than a record has",
+    "  count = max(config.num_tokens, batch.records.ids.shape[-1])",
+    "  count = config.num_tokens",
+    "tests/distillation/test_subsample.py -k in_full",
+  ),
+  Fault(
     "a shift needs no past",
     "if len(earlier) >= SHORT else 0.0",
     "if len(earlier) else 0.0",
@@ -135,8 +141,8 @@ FAULTS = [
   ),
   Fault(
     "the price of a probe ignores its tokens",
-    "costs.round_ms[1] - tokens * costs.round_ms[0]",
-    "costs.round_ms[1] - costs.round_ms[0]",
+    "costs.round_ms[1] - tokens * costs.resting_ms(state)",
+    "costs.round_ms[1] - costs.resting_ms(state)",
     CONTROLLER,
   ),
   Fault(
@@ -323,8 +329,8 @@ FAULTS = [
   ),
   Fault(
     "positions outside the mask are learnt",
-    "chosen = batch.mask & (batch.weight > 0)[:, None]",
-    "chosen = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
+    "is_read = batch.mask & (batch.weight > 0)[:, None]",
+    "is_read = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
     "tests/distillation/test_losses.py",
   ),
   Fault(
@@ -416,8 +422,8 @@ FAULTS = [
   ),
   Fault(
     "a probe prefills new requests for the draft at once",
-    "return self.state.is_drafting",
-    "return self.state.num_draft_tokens > 0",
+    "or self.controller.state.is_drafting",
+    "or self.controller.state.num_draft_tokens > 0",
     DRAFTING,
   ),
   Fault(
@@ -428,8 +434,8 @@ FAULTS = [
   ),
   Fault(
     "a resumed engine forgets which requests lack a prefill",
-    'kept = {name: value for name, value in saved.items() if name != "tag"}',
-    'kept = {"milliseconds": saved["milliseconds"]}',
+    'fields = {name: value for name, value in saved.items() if name != "tag"}',
+    'fields = {"number": saved["number"], "milliseconds": saved["milliseconds"]}',
     DRAFTING,
   ),
   # Checkpoints.
@@ -510,8 +516,8 @@ FAULTS = [
   ),
   Fault(
     "a short prompt is padded like a long one in flight",
-    "(batch,) = self._batches(taken, bucket)",
-    "(batch,) = self._batches(taken, self._bucket)",
+    "(batch,) = self._batches(slots, bucket)",
+    "(batch,) = self._batches(slots, self._bucket)",
     "tests/engine/test_engine.py -k padded",
   ),
   Fault(
@@ -547,8 +553,8 @@ FAULTS = [
   ),
   Fault(
     "the controller prices a single row like all rows",
-    "self._table = self.costs[bucket, is_sampled].in_use(len(rows))",
-    "self._table = self.costs[bucket, is_sampled]",
+    "self._table.rounds(is_sampled, len(rows))",
+    "self._table.rounds(is_sampled)",
     "tests/engine/test_controller.py -k pays_for_one",
   ),
   Fault(
@@ -589,8 +595,8 @@ FAULTS = [
   ),
   Fault(
     "a checkpoint does not wait until all answers are processed",
-    "    self._rows += self._calls.wait()\n    # The rows in flight",
-    "    # The rows in flight",
+    "      self._rows += self._calls.wait()\n      # The rows in flight",
+    "      # The rows in flight",
     ONLINE,
   ),
   # Decoder-only models.
@@ -864,7 +870,7 @@ FAULTS = [
     "rows that must not draft count as drafting ones",
     "  if row in state.undrafted:\n    return 0.0\n",
     "",
-    f"{DRAFTING} -k worth_less",
+    f"{CONTROLLER} -k worth_less",
   ),
   Fault(
     "a cache is measured after it took the answer up",

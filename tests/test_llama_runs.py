@@ -15,13 +15,13 @@ from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.distillation import optimizers, update
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import weights
 from osd_jax.models.convert import hugging_face
 
 pytestmark = pytest.mark.slow
 
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   rows=2,
   num_draft_tokens=2,
   source_lengths=(16, tiny_online.SOURCE),

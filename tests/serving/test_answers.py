@@ -103,7 +103,7 @@ def test_openai_client_reads_answers_streams_and_errors(client, plain):
   assert "".join(pieces) == plain[0]
   with pytest.raises(openai.BadRequestError, match="logit_bias: not supported"):
     client.completions.create(prompt="a", logit_bias={"5": 1}, **settings)
-  with pytest.raises(openai.NotFoundError, match="'gpt', expected 'osd'"):
+  with pytest.raises(openai.NotFoundError, match='"gpt", expected "osd"'):
     client.completions.create(prompt="a", model="gpt")
 
 

@@ -7,12 +7,15 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+STAMP_UNIT := .venv/.installed-unit
 STAMP_HF := .venv/.installed-hf
 COMPILERS := .venv-aot
 STAMP_AOT := $(COMPILERS)/.installed
 TEST_JOBS ?= 2
 CODE := osd_jax osd_serve osd_tools tests benchmarks experiments notebooks
-EXTRAS := data,llama,gguf,parquet,plots,log,replicas,serve,test,docs,dev
+UNIT_EXTRAS := llama,gguf,parquet,plots,log,serve,test
+$(STAMP): EXTRAS := data,replicas,docs,dev,$(UNIT_EXTRAS)
+$(STAMP_UNIT): EXTRAS := $(UNIT_EXTRAS)
 # Run uv to check it: on PATH there may be a shim of a version manager that fails.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 
@@ -21,15 +24,15 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Silences mkdocs-material's notice about another generator at every build.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help install demo docs site fork figures test test-quick test-slow durations \
-  test-hf test-aot lint style types format bench clean
+.PHONY: help install demo docs site fork figures test test-unit test-quick test-slow \
+  durations test-hf test-aot lint style types format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 # Without bytecode, importing tensorflow and seqio takes 9 s instead of 3. Both installers
 # therefore compile it, even if PYTHONDONTWRITEBYTECODE is set.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP) $(STAMP_UNIT): pyproject.toml constraints.txt
 	@$(BIN)/python --version >/dev/null 2>&1 \
 	  || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 	  || { echo "$(PYTHON) is not Python 3.11 to 3.13; choose another: make PYTHON=python3.12" >&2; exit 1; }
@@ -81,19 +84,28 @@ test: style ## lint, and the fast tests of single parts
 	$(MAKE) --no-print-directory -j 2 types test-quick
 
 test-quick: $(STAMP)
-	$(PYTEST) -m "not slow and not hf and not aot" $(RECORD_QUICK)
+	$(PYTEST) -m "not slow and not hf and not aot" --suite=quick
 
 test-slow: $(STAMP) ## tests of whole runs, several processes and the docs
-	$(PYTEST) -m "slow and not hf and not aot" $(RECORD_SLOW)
+	$(PYTEST) -m "slow and not hf and not aot" --suite=slow
 
-durations: ## run both suites and record the seconds of every file in tests/durations.csv
-	$(MAKE) test RECORD_QUICK=--record-durations=quick
-	$(MAKE) test-slow RECORD_SLOW=--record-durations=slow
+# The files whose tests take at most 3 s together. They need no tensorflow and no ray.
+UNIT = $(shell awk -F, '$$1 == "quick" && $$3 <= 3 { print $$2 }' tests/durations.csv)
+
+test-unit: $(or $(wildcard $(STAMP)),$(STAMP_UNIT)) ## the test files that take seconds: a minute
+	$(PYTEST) -m "not slow and not hf and not aot" $(UNIT)
+
+durations: ## store the seconds that the last run of each suite measured
+	@mkdir -p runs
+	{ echo suite,file,seconds; for suite in aot hf quick slow; do \
+	  cat runs/durations/$$suite.csv 2>/dev/null || grep "^$$suite," tests/durations.csv || true; \
+	done; } > runs/durations.csv
+	mv runs/durations.csv tests/durations.csv
 
 test-hf: $(STAMP) ## live comparison with torch and transformers (Python 3.11)
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
 	  $(MAKE) --no-print-directory $(STAMP_HF); \
-	  $(BIN)/python -m pytest -m hf || { code=$$?; test $$code -eq 5 && echo "no test is marked hf"; }; \
+	  $(BIN)/python -m pytest -m hf --suite=hf || { code=$$?; test $$code -eq 5 && echo "no test is marked hf"; }; \
 	else \
 	  echo "test-hf skipped: torch==2.13.0 is pinned for Python 3.11, .venv has $$($(BIN)/python --version)"; \
 	fi
@@ -108,7 +120,7 @@ $(STAMP_AOT): $(STAMP) constraints.txt
 	@touch $@
 
 test-aot: $(STAMP_AOT) ## compile a run for TPUs and GPUs, without the machines
-	PYTHONPATH=$(CURDIR)/$(COMPILERS) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot --durations=5
+	PYTHONPATH=$(CURDIR)/$(COMPILERS) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot --suite=aot --durations=5
 
 lint: style types ## ruff, import contracts, types, scripts and YAML of pod jobs
 

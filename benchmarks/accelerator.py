@@ -38,7 +38,7 @@ import scripting
 from osd_jax import base
 from osd_jax.decoding import records
 from osd_jax.decoding import state as state_lib
-from osd_jax.distillation import update
+from osd_jax.distillation import losses, update
 from osd_jax.engine import engine, measurement, steps
 from osd_jax.models import families, shapes
 
@@ -66,8 +66,8 @@ def random_pair(config: shapes.T5Config, seed: int) -> Pair:
     if path[-2].key == "query":
       std *= config.head_dim**-0.5
     number = zlib.crc32(jax.tree_util.keystr(path).encode())
-    drawn = _normal(shape.shape, config.dtype, jax.random.fold_in(key, number))
-    return drawn * jnp.asarray(std, config.dtype)
+    noise = _normal(shape.shape, config.dtype, jax.random.fold_in(key, number))
+    return noise * jnp.asarray(std, config.dtype)
 
   params = jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(model.init, key))
   if not config.tied_head:
@@ -108,13 +108,13 @@ class Bench:
   """State shared by all measurements.
 
   Attributes:
-    given: command-line flags.
+    args: command-line flags.
     draft: draft model and parameters.
     speed: memory bandwidth, bytes per second.
     until: no measurement starts after this value of `time.monotonic()`.
   """
 
-  given: argparse.Namespace
+  args: argparse.Namespace
   draft: Pair
   speed: float
   until: float
@@ -139,24 +139,24 @@ def case_of(name: str, rows: int) -> str:
 
 def decoders(bench: Bench, target: Pair, rows: int) -> dict:
   """Returns the decoders to time with B rows; "first" entries stop after one token."""
-  given, size = bench.given, target[0].vocab_size
-  sources = contenders.prompts(rows, given.source, size)
-  shape = (rows, given.source, given.target)
+  args, size = bench.args, target[0].vocab_size
+  sources = contenders.prompts(rows, args.source, size)
+  shape = (rows, args.source, args.target)
   plain = engine.Engine(contenders.decoding(*shape, 1), *target)
   tokens = scripting.continuations(plain, sources)
-  found = {
+  engines = {
     "plain": contenders.Ours(plain, sources),
     "plain, first": scripting.FirstTokens(plain, sources),
   }
-  for drafted in given.drafted:
+  for drafted in args.drafted:
     config = contenders.decoding(*shape, drafted)
-    alphas = [given.alpha] * rows
+    alphas = [args.alpha] * rows
     decoder = scripting.speculative(
       config, target, bench.draft, sources, tokens, alphas
     )
-    found[f"K {drafted}"] = contenders.Ours(decoder, sources)
-    found[f"K {drafted}, first"] = scripting.FirstTokens(decoder, sources)
-  return found
+    engines[f"K {drafted}"] = contenders.Ours(decoder, sources)
+    engines[f"K {drafted}, first"] = scripting.FirstTokens(decoder, sources)
+  return engines
 
 
 def hugging_face(bench: Bench, name: str, rows: int):
@@ -174,13 +174,13 @@ def _generate(bench: Bench, name: str, rows: int):
   import rivals
   import torch
 
-  if not torch.cuda.is_available() and not bench.given.tiny:
+  if not torch.cuda.is_available() and not bench.args.tiny:
     raise RuntimeError("torch found no GPU")
   place = "cuda" if torch.cuda.is_available() else "cpu"
-  config, given = in_bfloat16(name), bench.given
+  config, args = in_bfloat16(name), bench.args
   with torch.device(place):
     model = rivals.random_model(config, config.dtype)
-  sources = contenders.prompts(rows, given.source, config.vocab_size)
+  sources = contenders.prompts(rows, args.source, config.vocab_size)
   batch = torch.from_numpy(sources.astype(np.int64)).to(place)
 
   @torch.inference_mode()
@@ -190,7 +190,7 @@ def _generate(bench: Bench, name: str, rows: int):
       attention_mask=torch.ones_like(batch),
       do_sample=False,
       num_beams=1,
-      max_new_tokens=given.target,
+      max_new_tokens=args.target,
       eos_token_id=None,
     ).cpu()
 
@@ -200,13 +200,13 @@ def _generate(bench: Bench, name: str, rows: int):
 def serving(bench: Bench, name: str, target: Pair, rows: int) -> None:
   """Times whole requests, interleaved, and derives the time of a step."""
   competitors = decoders(bench, target, rows)
-  found = scripting.answers(competitors)
+  answers = scripting.answers(competitors)
   theirs = hugging_face(bench, name, rows)
   times = measure.interleave(
-    competitors | ({"Hugging Face": theirs} if theirs else {}), bench.given.turns
+    competitors | ({"Hugging Face": theirs} if theirs else {}), bench.args.turns
   )
   figures = {
-    f"{label}, ms/token": times[label].milliseconds(CLOCK) / rows / bench.given.target
+    f"{label}, ms/token": times[label].milliseconds(CLOCK) / rows / bench.args.target
     for label in times
     if not label.endswith("first")
   }
@@ -214,28 +214,28 @@ def serving(bench: Bench, name: str, target: Pair, rows: int) -> None:
     figures["plain over Hugging Face"] = measure.ratio(
       times, "plain", "Hugging Face", CLOCK
     )
-  step = scripting.round_ms(times, found, "plain", "plain, first", rows, CLOCK)
+  step = scripting.round_ms(times, answers, "plain", "plain, first", rows, CLOCK)
   figures |= against_bound(bench, name, rows, step)
-  figures |= speculation(bench, times, found, rows, step)
+  figures |= speculation(bench, times, answers, rows, step)
   bench.report(case_of(name, rows), figures, asked_of(name, rows))
 
 
 def against_bound(bench: Bench, name: str, rows: int, step: float) -> dict[str, float]:
   """Compares a plain step with the time that reading its data takes."""
-  given = bench.given
-  read = contenders.step_bytes(in_bfloat16(name), rows, given.source, given.target // 2)
-  bound = read / 2 / bench.speed * 1e3  # step_bytes counts float32; these are two bytes
+  args = bench.args
+  read = contenders.step_bytes(in_bfloat16(name), rows, args.source, args.target // 2)
+  least = read / 2 / bench.speed * 1e3  # step_bytes counts float32; these are two bytes
   return {
     "plain step, ms": step,
-    "memory bound of a step, ms": bound,
-    "plain over the bound": step / bound,
+    "memory bound of a step, ms": least,
+    "plain over the bound": step / least,
   }
 
 
 def speculation(bench: Bench, times, found, rows: int, step: float) -> dict[str, float]:
   """Returns the figures of speculative decoding for every K, and the best speedup."""
   figures = {}
-  for drafted in bench.given.drafted:
+  for drafted in bench.args.drafted:
     label = f"K {drafted}"
     round_ = scripting.round_ms(times, found, label, f"{label}, first", rows, CLOCK)
     figures |= {
@@ -243,29 +243,29 @@ def speculation(bench: Bench, times, found, rows: int, step: float) -> dict[str,
       f"{label}, drafted tokens accepted": scripting.draft_acceptance(found[label]),
       f"{label}, over plain": measure.ratio(times, "plain", label, CLOCK),
     }
-  best = max(figures[f"K {drafted}, over plain"] for drafted in bench.given.drafted)
+  best = max(figures[f"K {drafted}, over plain"] for drafted in bench.args.drafted)
   return figures | {"speculative over plain": best}
 
 
 def asked_of(name: str, rows: int) -> dict[str, str]:
   return {
-    figure: asked
-    for (shape, figure), asked in ASKED.items()
+    figure: goal
+    for (shape, figure), goal in ASKED.items()
     if shape == name and rows == 1
   }
 
 
 def parts(bench: Bench, name: str, target: Pair, rows: int) -> None:
   """Measures c, the cost of a draft step over a plain step, as compiled loops."""
-  given = bench.given
-  sources = contenders.prompts(rows, given.source, target[0].vocab_size)
-  config = contenders.decoding(rows, given.source, given.target, 1)
-  found = measurement.measure_steps(config, (*target, *bench.draft), sources)
+  args = bench.args
+  sources = contenders.prompts(rows, args.source, target[0].vocab_size)
+  config = contenders.decoding(rows, args.source, args.target, 1)
+  times = measurement.measure_steps(config, (*target, *bench.draft), sources)
   bench.report(
     case_of(name, rows),
     {
-      "draft step, ms": found["draft_step_ms"],
-      "draft step over plain step (c)": found["cost_ratio"],
+      "draft step, ms": times["draft_step_ms"],
+      "draft step over plain step (c)": times["cost_ratio"],
     },
     asked_of(name, rows),
   )
@@ -273,22 +273,22 @@ def parts(bench: Bench, name: str, target: Pair, rows: int) -> None:
 
 def verification(bench: Bench, name: str, target: Pair, rows: int) -> None:
   """Measures the cost of feeding n tokens relative to feeding one."""
-  given, (model, params) = bench.given, target
-  sources = contenders.prompts(rows, given.source, model.vocab_size)
-  length = state_lib.buffer_length(given.target)
+  args, (model, params) = bench.args, target
+  sources = contenders.prompts(rows, args.source, model.vocab_size)
+  length = state_lib.buffer_length(args.target)
   served = steps.prepare(model, params)
   prefill = jax.jit(model.prefill, static_argnums=3)
   cache = prefill(served, sources, sources != base.PAD_ID, length)
   competitors = {
     f"{width}": functools.partial(_feed, model, width, served, cache)
-    for width in given.widths
+    for width in args.widths
   }
-  times = measure.interleave(competitors, given.turns)
+  times = measure.interleave(competitors, args.turns)
   figures = {
-    f"feeding {width}, over feeding {given.widths[0]}": measure.ratio(
-      times, f"{width}", f"{given.widths[0]}", CLOCK
+    f"feeding {width}, over feeding {args.widths[0]}": measure.ratio(
+      times, f"{width}", f"{args.widths[0]}", CLOCK
     )
-    for width in given.widths
+    for width in args.widths
   }
   bench.report(case_of(name, rows), figures)
 
@@ -301,22 +301,22 @@ def _feed(model, width, served, cache):
 
 def launches(bench: Bench, name: str, target: Pair, rows: int) -> None:
   """Counts the kernels that a plain step of the target launches."""
-  given = bench.given
-  found = kernels.per_step(*target, rows, given.source, given.target)
-  if found is None:
+  args = bench.args
+  count = kernels.per_step(*target, rows, args.source, args.target)
+  if count is None:
     print("kernels not counted: the compiled program shows no loop", flush=True)
     return
-  bench.report(case_of(name, rows), {"kernels per plain step": float(found)})
+  bench.report(case_of(name, rows), {"kernels per plain step": float(count)})
 
 
 def learning(bench: Bench) -> None:
   """Times one slice of an update of the draft, with float32 parameters."""
-  given, rows = bench.given, bench.given.update_rows
-  config = in_bfloat16(given.draft)
+  args, rows = bench.args, bench.args.update_rows
+  config = in_bfloat16(args.draft)
   model, params = contenders.random_model(config)
   key = jax.random.key(0)
-  tokens = contenders.prompts(rows, given.source, config.vocab_size)
-  target = contenders.prompts(rows, given.target, config.vocab_size, seed=1)
+  tokens = contenders.prompts(rows, args.source, config.vocab_size)
+  target = contenders.prompts(rows, args.target, config.vocab_size, seed=1)
   logits = jax.random.normal(key, (*target.shape, config.vocab_size))
   batch = base.DistillationBatch(
     source=jnp.asarray(tokens),
@@ -325,27 +325,28 @@ def learning(bench: Bench) -> None:
     records=records.from_logits(logits, min(64, config.vocab_size)),
     weight=jnp.ones(rows, jnp.float32),
   )
-  settings = update.UpdateConfig()
+  loss = losses.LossConfig("forward_kl", num_positions=0, num_tokens=0)
+  settings = update.UpdateConfig(loss=loss, length_multiple=0, ema_decay=0.0)
   learner = update.init_learner(settings, params)
 
   def one():
     return jax.block_until_ready(update.take_slice(model, settings, learner, batch))
 
-  times = measure.interleave({"slice": one}, max(given.turns, 2))
-  case = f"{given.draft}, bfloat16, {rows} x {given.target}"
+  times = measure.interleave({"slice": one}, max(args.turns, 2))
+  case = f"{args.draft}, bfloat16, {rows} x {args.target}"
   bench.report(case, {"slice of an update, ms": times["slice"].milliseconds(CLOCK)})
 
 
 def run(bench: Bench) -> None:
   """Runs all stages; those with a goal come first."""
-  given = bench.given
+  args = bench.args
   bench.report("the device", {"bandwidth, GB/s": bench.speed / 1e9})
   learning(bench)
-  for name in given.shapes:
+  for name in args.shapes:
     target = random_pair(in_bfloat16(name), seed=0)
     alone, others = (serving, parts, launches, verification), (serving, parts)
-    todo = [(stage, given.rows[0]) for stage in alone]
-    todo += [(stage, rows) for rows in given.rows[1:] for stage in others]
+    todo = [(stage, args.rows[0]) for stage in alone]
+    todo += [(stage, rows) for rows in args.rows[1:] for stage in others]
     for stage, rows in todo:
       if bench.late(f"{stage.__name__} of {case_of(name, rows)}"):
         continue
@@ -375,24 +376,24 @@ def parse() -> argparse.Namespace:
   parser.add_argument(
     "--tiny", action="store_true", help="tiny shapes, to test this program"
   )
-  given = parser.parse_args()
-  if given.tiny:
-    given.shapes, given.draft, given.rows = ["tiny"], "tiny", [1, 2]
-    given.source = given.target = 8
-    given.drafted, given.widths = [3], [1, 2, 4]
-    given.update_rows, given.megabytes, given.turns = 2, 16, 1
-  return given
+  args = parser.parse_args()
+  if args.tiny:
+    args.shapes, args.draft, args.rows = ["tiny"], "tiny", [1, 2]
+    args.source = args.target = 8
+    args.drafted, args.widths = [3], [1, 2, 4]
+    args.update_rows, args.megabytes, args.turns = 2, 16, 1
+  return args
 
 
 def main() -> None:
   # JAX reads this when it starts; torch needs part of the GPU memory.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  given = parse()
-  until = time.monotonic() + given.seconds
-  measure.RESULTS = given.results
+  args = parse()
+  until = time.monotonic() + args.seconds
+  measure.RESULTS = args.results
   print(f"{jax.devices()}, jax {jax.__version__}", flush=True)
-  draft = random_pair(in_bfloat16(given.draft), seed=1)
-  run(Bench(given, draft, bandwidth(given.megabytes), until))
+  draft = random_pair(in_bfloat16(args.draft), seed=1)
+  run(Bench(args, draft, bandwidth(args.megabytes), until))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import measure
 
 from osd_jax import base, online, pairs, sharding
 from osd_jax.data import examples, streams
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_tools import chips
 from osd_tools.ahead_of_time import estimates, plan, programs
 
@@ -53,7 +53,7 @@ def config(target: str, model: int, rows: int, drafted: int) -> online.OnlineCon
   return online.OnlineConfig(
     stream,
     pairs.PairConfig(target=target, draft=draft, dtype="bfloat16"),
-    engine.DecodingConfig(
+    DecodingConfig(
       rows=rows,
       num_draft_tokens=drafted,
       source_lengths=(512,),
@@ -65,20 +65,20 @@ def config(target: str, model: int, rows: int, drafted: int) -> online.OnlineCon
 
 def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
   """Returns the figures of a pair on a machine."""
-  made = {}
+  calls = {}
   for name, program in programs.programs(found).items():
     if name not in ("read", "append", "draw", "swap"):
       with contextlib.suppress(programs.RefusedError):
-        made[name] = programs.compiled(found, program)
+        calls[name] = programs.compiled(found, program)
   answers = estimates.Answers(64, (ACCEPTANCE,))
-  said = estimates.conclusions(found, made, answers)
-  held = {row["what"]: row["gigabytes_a_chip"] for row in said["memory"]}
-  (fits,) = said["fits"]
+  report = estimates.conclusions(found, calls, answers)
+  gigabytes = {row["what"]: row["gigabytes_a_chip"] for row in report["memory"]}
+  (fits,) = report["fits"]
   room = {"needed, GB a chip": fits["needed_gb"], "of a chip's, GB": fits["memory_gb"]}
-  if not said["estimate"] or f"round, K = {drafted}" not in made:
+  if not report["estimate"] or f"round, K = {drafted}" not in calls:
     return room  # the program does not compile for this machine
-  (speed,) = said["estimate"]
-  round_, step = made[f"round, K = {drafted}"], made["plain step"]
+  (speed,) = report["estimate"]
+  round_, step = calls[f"round, K = {drafted}"], calls["plain step"]
   layers = len(found.state.target_cache.self_keys)
   return {
     "compile of a round, s": round_.compile_s,
@@ -90,7 +90,7 @@ def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
     "collectives a round": round_.collectives,
     "collectives in drafting": round_.inner_collectives,
     "moved a round, MB": round_.moved_mb,
-    "caches, GB a chip": held["caches and rows"],
+    "caches, GB a chip": gigabytes["caches and rows"],
     **room,
     "c, at least": speed["c"],
     "v, at least": speed["v"],
@@ -124,24 +124,24 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-  given = options().parse_args()
-  measure.RESULTS = given.results
+  args = options().parse_args()
+  measure.RESULTS = args.results
   jax.config.update("jax_enable_compilation_cache", False)
-  for target in given.target:
-    for machine in given.topology:
+  for target in args.target:
+    for machine in args.topology:
       name, _, model = machine.partition("=")
-      run = config(target, int(model), given.rows, given.drafted)
+      run = config(target, int(model), args.rows, args.drafted)
       case = f"{target}, {machine}"
       try:
-        found = plan.Plan(run, chips.Topology(name), given.layers)
+        compiled = plan.Plan(run, chips.Topology(name), args.layers)
       except base.InputError as error:
         print(f"{case}: {error}")
         continue
-      asked = ASKED.get(case, {}) if not given.layers else {}
-      case += f", {given.layers} layers" if given.layers else ""
-      measured = figures(found, given.drafted)
-      known = {name: value for name, value in measured.items() if value is not None}
-      rows = measure.rows(case, "compiled only", known, asked)
+      goals = ASKED.get(case, {}) if not args.layers else {}
+      case += f", {args.layers} layers" if args.layers else ""
+      values = figures(compiled, args.drafted)
+      available = {name: value for name, value in values.items() if value is not None}
+      rows = measure.rows(case, "compiled only", available, goals)
       measure.report("ahead_of_time", rows)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import scripting
 
 from osd_jax.engine import engine
+from osd_jax.engine.requests import AdaptiveConfig
 
 ASKED = ">= 0.97"  # over plain decoding at the smallest alpha, else over the best K
 PLAIN, ADAPTIVE = "plain", "adaptive"
@@ -30,23 +31,23 @@ def name_of(num_draft_tokens: int) -> str:
 class Bench:
   """A pair of models, and separate prompts for every alpha."""
 
-  def __init__(self, given: argparse.Namespace, rows: int):
+  def __init__(self, args: argparse.Namespace, rows: int):
     """Creates the pair and the scripts of the draft."""
-    self._given, self._rows = given, rows
-    self._target = contenders.random_model(contenders.shape(given.target))
-    self._draft = contenders.random_model(contenders.shape(given.draft), seed=1)
+    self._args, self._rows = args, rows
+    self._target = contenders.random_model(contenders.shape(args.target))
+    self._draft = contenders.random_model(contenders.shape(args.draft), seed=1)
     self._config = contenders.decoding(
-      rows, given.source_length, given.length, given.candidates[-1]
+      rows, args.source_length, args.length, args.candidates[-1]
     )
-    each = given.requests * rows
+    each = args.requests * rows
     sources = contenders.prompts(
-      each * len(given.alphas), given.source_length, self._target[0].vocab_size
+      each * len(args.alphas), args.source_length, self._target[0].vocab_size
     )
     self._plain = engine.Engine(self._config, *self._target)
     tokens = scripting.continuations(self._plain, sources)
-    alphas = np.repeat(given.alphas, each)
+    alphas = np.repeat(args.alphas, each)
     self._fixed = {}
-    for k in given.candidates[1:]:
+    for k in args.candidates[1:]:
       config = dataclasses.replace(self._config, num_draft_tokens=k)
       self._fixed[k] = scripting.speculative(
         config, self._target, self._draft, sources, tokens, alphas
@@ -54,42 +55,42 @@ class Bench:
       scripting.share_target(self._fixed[k], self._plain)
     self._scripts = scripting.scripts(self._draft, sources, tokens, alphas)
     self._parts = dict(
-      zip(given.alphas, np.split(sources, len(given.alphas)), strict=True)
+      zip(args.alphas, np.split(sources, len(args.alphas)), strict=True)
     )
 
   def rows_of(self, alpha: float) -> list[dict]:
     """Measures one alpha and returns its rows."""
-    given = self._given
-    clock = measure.clock_of(given.threads)
+    args = self._args
+    clock = measure.clock_of(args.threads)
     part, adaptive = self._parts[alpha], self._adaptive()
     competitors = (
       {PLAIN: contenders.Ours(self._plain, part)}
       | {name_of(k): contenders.Ours(one, part) for k, one in self._fixed.items()}
       | {ADAPTIVE: contenders.Ours(adaptive, part)}
     )
-    times = measure.interleave(competitors, given.turns)
+    times = measure.interleave(competitors, args.turns)
     spent = {name: float(np.sum(getattr(times[name], clock))) for name in competitors}
-    tokens = competitors[PLAIN].tokens * given.turns
+    tokens = competitors[PLAIN].tokens * args.turns
     best = min(list(spent)[1:-1], key=spent.__getitem__)
     answers = competitors[ADAPTIVE]()
     figures = {
       f"{name}, ms/token": spent[name] * 1e3 / tokens for name in competitors
     } | {
       "best fixed K": float(best.split()[1]),
-      "adaptive, drafted per target call": sum(done.drafted for done in answers)
-      / sum(done.target_calls for done in answers),
+      "adaptive, drafted per target call": sum(answer.drafted for answer in answers)
+      / sum(answer.target_calls for answer in answers),
       "adaptive, speed over plain": spent[PLAIN] / spent[ADAPTIVE],
       "adaptive, speed over the best fixed K": spent[best] / spent[ADAPTIVE],
     }
-    against = "plain" if alpha == min(given.alphas) else "the best fixed K"
-    asked = {f"adaptive, speed over {against}": ASKED}
+    against = "plain" if alpha == min(args.alphas) else "the best fixed K"
+    goals = {f"adaptive, speed over {against}": ASKED}
     count = f"{self._rows} row{'s' * (self._rows > 1)}"
-    case = f"{given.target} + {given.draft}, {count}, alpha {alpha:g}"
-    return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, asked)
+    case = f"{args.target} + {args.draft}, {count}, alpha {alpha:g}"
+    return measure.rows(case, f"{clock}, {args.threads} thread(s)", figures, goals)
 
   def _adaptive(self) -> engine.Engine:
     """Returns a new decoder that knows its costs but has seen no acceptance."""
-    policy = engine.AdaptiveConfig(candidates=tuple(self._given.candidates))
+    policy = AdaptiveConfig(candidates=tuple(self._args.candidates))
     decoder = engine.Engine(
       dataclasses.replace(self._config, adaptive=policy),
       *self._target,
@@ -116,11 +117,11 @@ def main() -> None:
   parser.add_argument("--length", type=int, default=64)
   parser.add_argument("--turns", type=int, default=4)
   parser.add_argument("--threads", type=int, default=1)
-  given = parser.parse_args()
-  measure.restart(given.threads)
-  for rows in given.rows:
-    bench = Bench(given, rows)
-    for alpha in given.alphas:
+  args = parser.parse_args()
+  measure.restart(args.threads)
+  for rows in args.rows:
+    bench = Bench(args, rows)
+    for alpha in args.alphas:
       measure.report("adaptive", bench.rows_of(alpha))
 
 

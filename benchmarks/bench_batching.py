@@ -49,41 +49,41 @@ def name_of(alpha: float) -> str:
   return f"alpha {alpha:g}"
 
 
-def create_decoders(given: argparse.Namespace, rows: int) -> dict:
+def create_decoders(args: argparse.Namespace, rows: int) -> dict:
   """Returns the decoders to time with B rows; every alpha has its own prompts."""
-  target = contenders.random_model(contenders.shape(given.target))
-  draft = contenders.random_model(contenders.shape(given.draft), seed=1)
-  config = contenders.decoding(rows, given.source_length, given.length, given.drafted)
-  each = given.waves * rows
+  target = contenders.random_model(contenders.shape(args.target))
+  draft = contenders.random_model(contenders.shape(args.draft), seed=1)
+  config = contenders.decoding(rows, args.source_length, args.length, args.drafted)
+  each = args.waves * rows
   sources = contenders.prompts(
-    each * len(given.alphas), given.source_length, target[0].vocab_size
+    each * len(args.alphas), args.source_length, target[0].vocab_size
   )
   plain = engine.Engine(config, *target)
   tokens = scripting.continuations(plain, sources)
-  alphas = np.repeat(given.alphas, each)
+  alphas = np.repeat(args.alphas, each)
   decoder = scripting.speculative(config, target, draft, sources, tokens, alphas)
-  parts = np.split(sources, len(given.alphas))
+  parts = np.split(sources, len(args.alphas))
   return {
     PLAIN: contenders.Ours(plain, parts[0]),
     PLAIN_FIRST: scripting.FirstTokens(plain, parts[0]),
     FIRST: scripting.FirstTokens(decoder, parts[0]),
   } | {
     name_of(alpha): contenders.Ours(decoder, part)
-    for alpha, part in zip(given.alphas, parts, strict=True)
+    for alpha, part in zip(args.alphas, parts, strict=True)
   }
 
 
-def rows_of(given: argparse.Namespace, rows: int) -> list[dict]:
+def rows_of(args: argparse.Namespace, rows: int) -> list[dict]:
   """Measures one batch size."""
-  clock = measure.clock_of(given.threads)
-  serving = create_decoders(given, rows)
-  found = scripting.answers(serving)
-  times = measure.interleave(serving, given.turns)
-  names = [name_of(alpha) for alpha in given.alphas]
-  step = scripting.round_ms(times, found, PLAIN, PLAIN_FIRST, rows, clock)
+  clock = measure.clock_of(args.threads)
+  serving = create_decoders(args, rows)
+  answers = scripting.answers(serving)
+  times = measure.interleave(serving, args.turns)
+  names = [name_of(alpha) for alpha in args.alphas]
+  step = scripting.round_ms(times, answers, PLAIN, PLAIN_FIRST, rows, clock)
   round_ = float(
     np.median(
-      [scripting.round_ms(times, found, name, FIRST, rows, clock) for name in names]
+      [scripting.round_ms(times, answers, name, FIRST, rows, clock) for name in names]
     )
   )
   figures = {
@@ -93,17 +93,17 @@ def rows_of(given: argparse.Namespace, rows: int) -> list[dict]:
   for name in names:
     figures[f"{name}, over plain"] = measure.ratio(times, PLAIN, name, clock)
     figures[f"{name}, drafted tokens accepted"] = scripting.draft_acceptance(
-      found[name]
+      answers[name]
     )
   figures |= {
     "plain step, ms": step,
     "round, ms": round_,
     "round over plain step": round_ / step,
-    "break-even alpha": break_even(round_ / step, given.drafted),
+    "break-even alpha": break_even(round_ / step, args.drafted),
   }
   count = f"{rows} row{'s' * (rows > 1)}"
-  case = f"{given.target} + {given.draft}, K {given.drafted}, {count}"
-  return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures)
+  case = f"{args.target} + {args.draft}, K {args.drafted}, {count}"
+  return measure.rows(case, f"{clock}, {args.threads} thread(s)", figures)
 
 
 def main() -> None:
@@ -118,10 +118,10 @@ def main() -> None:
   parser.add_argument("--length", type=int, default=64)
   parser.add_argument("--turns", type=int, default=3)
   parser.add_argument("--threads", type=int, default=1)
-  given = parser.parse_args()
-  measure.restart(given.threads)
-  for rows in given.rows:
-    measure.report("batching", rows_of(given, rows))
+  args = parser.parse_args()
+  measure.restart(args.threads)
+  for rows in args.rows:
+    measure.report("batching", rows_of(args, rows))
     jax.clear_caches()
 
 

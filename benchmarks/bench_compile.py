@@ -30,6 +30,7 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.engine import engine, steps
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 from osd_jax.models import families
 
 CALLS = ("prepare", "empty", "insert", "advance", "read_row")
@@ -75,11 +76,11 @@ class Stopwatch:
     self._patch.stop()
 
   def _timed(self, name, call):
-    def timed(*arguments):
+    def timed(*arguments, **options):
       started = time.perf_counter()
-      found = jax.block_until_ready(call(*arguments))
+      result = jax.block_until_ready(call(*arguments, **options))
       self.seconds[name] += time.perf_counter() - started
-      return found
+      return result
 
     return timed
 
@@ -95,27 +96,27 @@ def cheap_model(name: str, seed: int = 0) -> tuple[base.Model, base.Params]:
   return model, jax.block_until_ready(params)
 
 
-def first_token(config: engine.DecodingConfig, *pair) -> tuple[float, dict[str, float]]:
+def first_token(config: DecodingConfig, *pair) -> tuple[float, dict[str, float]]:
   """Returns the seconds from loaded weights to the first token, in all and by call."""
   prompt = contenders.prompts(1, config.source_lengths[-1], pair[0].vocab_size)[0]
   with Stopwatch() as watch:
     started = time.perf_counter()
     decoder = engine.Engine(config, *pair)
-    (done,) = decoder.run([engine.Request(prompt, max_new_tokens=1)])
+    (answer,) = decoder.run([Request(prompt, max_new_tokens=1)])
     seconds = time.perf_counter() - started
-  assert len(done.tokens) == 1
+  assert len(answer.tokens) == 1
   return seconds, watch.seconds
 
 
-def compiled_later(config: engine.DecodingConfig, pair, other: base.Params) -> int:
+def compiled_later(config: DecodingConfig, pair, other: base.Params) -> int:
   """Counts compilations after warm-up, over varied requests and drafts."""
   decoder = engine.Engine(config, *pair)
   decoder.warm_up()
   source, target = config.source_lengths[-1], config.target_length
   prompts = contenders.prompts(8, source, pair[0].vocab_size)
-  with Compilations() as found:
+  with Compilations() as compilations:
     for index, prompt in enumerate(prompts):
-      sampling = engine.SamplingConfig(
+      sampling = SamplingConfig(
         temperature=(0.0, 0.5, 1.0)[index % 3],
         top_k=(0, 20)[index % 2],
         top_p=(1.0, 0.9)[index % 2],
@@ -123,40 +124,40 @@ def compiled_later(config: engine.DecodingConfig, pair, other: base.Params) -> i
       )
       length = 1 + (5 * index) % min(target, 12)
       cut = prompt[: max(2, source - 7 * index)]
-      decoder.submit(engine.Request(cut, sampling, max_new_tokens=length))
+      decoder.submit(Request(cut, sampling, max_new_tokens=length))
       decoder.step()
       decoder.swap((other, pair[3])[index % 2], index)
     while decoder.in_flight:
       decoder.step()
-  return found.count
+  return compilations.count
 
 
-def child(given: argparse.Namespace) -> dict[str, float]:
+def child(args: argparse.Namespace) -> dict[str, float]:
   """Returns the figures of one process; its imports are already done."""
-  found = {"imports, s": time.time() - given.started}
+  values = {"imports, s": time.time() - args.started}
   started = time.perf_counter()
-  pair = (*cheap_model(given.target), *cheap_model(given.draft))
-  found["making the weights, s"] = time.perf_counter() - started
-  config = engine.DecodingConfig(
-    num_draft_tokens=given.drafted,
-    source_lengths=(given.source,),
-    target_length=given.length,
-    record_top_k=given.kept,
+  pair = (*cheap_model(args.target), *cheap_model(args.draft))
+  values["making the weights, s"] = time.perf_counter() - started
+  config = DecodingConfig(
+    num_draft_tokens=args.drafted,
+    source_lengths=(args.source,),
+    target_length=args.length,
+    record_top_k=args.kept,
   )
   with Compilations() as compilations:
-    found[FIRST], spent = first_token(config, *pair)
+    values[FIRST], spent = first_token(config, *pair)
   again, running = first_token(config, *pair)
   compiling = {name: spent[name] - running[name] for name in CALLS}
-  found[LOOP] = compiling.pop("advance")
+  values[LOOP] = compiling.pop("advance")
   for name, seconds in compiling.items():
-    found[f"compiling {name}, s"] = seconds
-  found["compiling all calls, s"] = found[LOOP] + sum(compiling.values())
-  found["of that XLA or the cache, s"] = compilations.seconds
-  found["first token once compiled, s"] = again
-  found["of that the served copies, s"] = running["prepare"]
-  found["compilations up to first token"] = compilations.count
-  found[LATER] = compiled_later(config, pair, cheap_model(given.draft, 1)[1])
-  return found
+    values[f"compiling {name}, s"] = seconds
+  values["compiling all calls, s"] = values[LOOP] + sum(compiling.values())
+  values["of that XLA or the cache, s"] = compilations.seconds
+  values["first token once compiled, s"] = again
+  values["of that the served copies, s"] = running["prepare"]
+  values["compilations up to first token"] = compilations.count
+  values[LATER] = compiled_later(config, pair, cheap_model(args.draft, 1)[1])
+  return values
 
 
 def start(folder: str, keep_from: float) -> dict[str, float]:
@@ -167,32 +168,32 @@ def start(folder: str, keep_from: float) -> dict[str, float]:
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(keep_from),
   }
   command = [sys.executable, *sys.argv, "--started", repr(time.time())]
-  done = subprocess.run(
+  run = subprocess.run(
     command, env=environment, stdout=subprocess.PIPE, text=True, check=True
   )
-  return json.loads(done.stdout.splitlines()[-1])
+  return json.loads(run.stdout.splitlines()[-1])
 
 
-def rows_of(given: argparse.Namespace) -> list[dict]:
+def rows_of(args: argparse.Namespace) -> list[dict]:
   """Measures pairs of processes.
 
   Figures are medians over the repetitions; for later compilations it is the maximum.
   """
-  found = {process: [] for process in PROCESSES}
-  for _ in range(given.turns):
+  turns = {process: [] for process in PROCESSES}
+  for _ in range(args.turns):
     with tempfile.TemporaryDirectory() as folder:
       for process in PROCESSES:
-        found[process].append(start(folder, given.keep_from))
+        turns[process].append(start(folder, args.keep_from))
   rows = []
   for process in PROCESSES:
-    figures, asked = {}, {LATER: "0"}
-    for figure in found[process][0]:
-      values = [turn[figure] for turn in found[process]]
+    figures, goals = {}, {LATER: "0"}
+    for figure in turns[process][0]:
+      values = [turn[figure] for turn in turns[process]]
       figures[figure] = float(max(values) if figure == LATER else np.median(values))
-      if limit := ASKED.get((given.target, given.draft, process, figure)):
-        asked[figure] = f"<= {limit}"
-    case = f"{given.target} + {given.draft}, {process}"
-    rows += measure.rows(case, f"wall, {given.threads} thread(s)", figures, asked)
+      if limit := ASKED.get((args.target, args.draft, process, figure)):
+        goals[figure] = f"<= {limit}"
+    case = f"{args.target} + {args.draft}, {process}"
+    rows += measure.rows(case, f"wall, {args.threads} thread(s)", figures, goals)
   return rows
 
 
@@ -214,12 +215,12 @@ def main() -> None:
     " default is that of `osd`",
   )
   parser.add_argument("--started", type=float, help=argparse.SUPPRESS)  # a child
-  given = parser.parse_args()
-  measure.restart(given.threads)
-  if given.started is None:
-    measure.report("compile", rows_of(given))
+  args = parser.parse_args()
+  measure.restart(args.threads)
+  if args.started is None:
+    measure.report("compile", rows_of(args))
   else:
-    print(json.dumps(child(given)))
+    print(json.dumps(child(args)))
 
 
 if __name__ == "__main__":

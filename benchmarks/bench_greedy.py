@@ -57,43 +57,41 @@ def theirs(name: str, rows: int, source: int, target: int) -> dict:
   }
 
 
-def rows_of(given: argparse.Namespace, name: str, rows: int) -> list[dict]:
+def rows_of(args: argparse.Namespace, name: str, rows: int) -> list[dict]:
   """Measures one shape with one batch size."""
-  clock = measure.clock_of(given.threads)
+  clock = measure.clock_of(args.threads)
   case = f"{name}, {rows} row{'s' * (rows > 1)}"
-  if given.stored != "float32":
-    case += f", stored in {given.stored}"
-  shape = (name, rows, given.source, given.target)
-  competitors = {"ours": ours(*shape, given.stored)} | (
-    {} if given.no_rivals else theirs(*shape)
+  if args.stored != "float32":
+    case += f", stored in {args.stored}"
+  shape = (name, rows, args.source, args.target)
+  competitors = {"ours": ours(*shape, args.stored)} | (
+    {} if args.no_rivals else theirs(*shape)
   )
-  times = measure.interleave(competitors, given.turns)
+  times = measure.interleave(competitors, args.turns)
   tokens = competitors["ours"].tokens
   figures = {
     f"{system}, ms/token": times[system].milliseconds(clock) / tokens
     for system in competitors
   }
-  asked = {}
+  goals = {}
   for system in competitors:
     if system != "HF float32" and "HF float32" in competitors:
       over = measure.ratio(times, system, "HF float32", clock)
       figures[f"{system} over HF float32"] = over
-  if given.threads == 1 and (name, rows) in ASKED:
-    asked["ours over HF float32"] = f"<= {ASKED[name, rows]}"
+  if args.threads == 1 and (name, rows) in ASKED:
+    goals["ours over HF float32"] = f"<= {ASKED[name, rows]}"
   if rows == 1:
-    figures |= bound(given, name, figures["ours, ms/token"])
-    if given.threads == 2 and (name, rows) in ASKED_BOUND:
-      asked["ours over the memory bound"] = f"<= {ASKED_BOUND[name, rows]}"
-  return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, asked)
+    figures |= bound(args, name, figures["ours, ms/token"])
+    if args.threads == 2 and (name, rows) in ASKED_BOUND:
+      goals["ours over the memory bound"] = f"<= {ASKED_BOUND[name, rows]}"
+  return measure.rows(case, f"{clock}, {args.threads} thread(s)", figures, goals)
 
 
-def bound(given: argparse.Namespace, name: str, ms: float) -> dict[str, float]:
+def bound(args: argparse.Namespace, name: str, ms: float) -> dict[str, float]:
   """Returns the memory bound of a step, from bandwidth measured in the same run."""
-  speed = measure.bandwidth(given.threads)
-  read = contenders.step_bytes(
-    contenders.shape(name), 1, given.source, given.target // 2
-  )
-  if given.stored == "bfloat16":  # the few caches are in float32
+  speed = measure.bandwidth(args.threads)
+  read = contenders.step_bytes(contenders.shape(name), 1, args.source, args.target // 2)
+  if args.stored == "bfloat16":  # the few caches are in float32
     read //= 2
   return {
     "bandwidth, GB/s": speed / 1e9,
@@ -112,11 +110,11 @@ def main() -> None:
   parser.add_argument("--threads", type=int, default=1)
   parser.add_argument("--stored", default="float32", choices=["float32", "bfloat16"])
   parser.add_argument("--no_rivals", action="store_true")
-  given = parser.parse_args()
-  measure.restart(given.threads)
-  for name in given.shapes:
-    for rows in given.rows:
-      measure.report("greedy", rows_of(given, name, rows))
+  args = parser.parse_args()
+  measure.restart(args.threads)
+  for name in args.shapes:
+    for rows in args.rows:
+      measure.report("greedy", rows_of(args, name, rows))
       jax.clear_caches()
 
 

@@ -70,18 +70,18 @@ class Run:
     return tokens / calls
 
 
-def configs(given: argparse.Namespace, seed: int) -> dict:
+def configs(args: argparse.Namespace, seed: int) -> dict:
   """Returns an `OnlineConfig` for every run to compare."""
   from osd_jax import online
   from osd_jax.main import settings
 
   config, _ = settings.load(
     online.OnlineConfig,
-    [given.gin_file],
+    [args.gin_file],
     [
       f"StreamConfig.seed={seed}",
-      f"StreamConfig.requests_per_task={given.requests_per_task}",
-      *given.bindings,
+      f"StreamConfig.requests_per_task={args.requests_per_task}",
+      *args.bindings,
     ],
   )
   config = dataclasses.replace(
@@ -90,16 +90,16 @@ def configs(given: argparse.Namespace, seed: int) -> dict:
     floor_metering=False,
     compare_every=0,
     checkpoint_every=10**9,
-    learning=dataclasses.replace(config.learning, free_updates=given.free),
+    learning=dataclasses.replace(config.learning, free_updates=args.free),
   )
-  found = {FROZEN: dataclasses.replace(config, learn=False)}
-  for interval in given.intervals:
+  by_name = {FROZEN: dataclasses.replace(config, learn=False)}
+  for interval in args.intervals:
     learning = config.learning
     schedule = dataclasses.replace(learning.schedule, update_interval=interval)
-    found[f"I = {interval}"] = dataclasses.replace(
+    by_name[f"I = {interval}"] = dataclasses.replace(
       config, learning=dataclasses.replace(learning, schedule=schedule)
     )
-  return found
+  return by_name
 
 
 def serve(config, requests: int | None = None) -> Run:
@@ -146,9 +146,9 @@ def break_even(learned: Run, frozen: Run) -> float:
   calls = frozen.of("requests", "target_calls") - learned.of("requests", "target_calls")
   saved = np.cumsum(calls) * np.median(frozen.steps) * 1e3
   finished = range(1, len(saved) + 1)
-  taken = learned.of("updates", "finished")
+  ends = learned.of("updates", "finished")
   costs = learned.of("updates", "update_ms")
-  cost = [costs[taken <= n].sum() for n in finished]
+  cost = [costs[ends <= n].sum() for n in finished]
   first = accounts.break_even(finished, cost, saved.tolist())
   return float("inf") if first is None else float(first)
 
@@ -205,22 +205,22 @@ def figures(
   """Returns figure -> (value, goal) for one group of runs."""
   gaps = np.concatenate([run.gaps() for run in runs])
   tokens = sum(int(run.emitted.sum()) for run in runs)
-  asked, costs = "", {}
+  goal, costs = "", {}
   if any(run.updates for run in runs):
     costs = cost_of(runs, frozen)
     without = np.percentile(np.concatenate([run.gaps() for run in frozen]), 99)
-    bound = 1.05 * without if name == "I = 4" else without + costs["slice, ms"]
-    asked = f"<= {bound:.4g}"
-  found = {
+    limit = 1.05 * without if name == "I = 4" else without + costs["slice, ms"]
+    goal = f"<= {limit:.4g}"
+  values = {
     "between tokens, p50, ms": (float(np.percentile(gaps, 50)), ""),
-    "between tokens, p99, ms": (float(np.percentile(gaps, 99)), asked),
+    "between tokens, p99, ms": (float(np.percentile(gaps, 99)), goal),
     "tokens/s": (tokens / sum(run.seconds for run in runs), ""),
     "tokens per target call": (
       float(np.median([run.tokens_per_call() for run in runs])),
       "",
     ),
   }
-  return found | {name: (value, "") for name, value in costs.items()}
+  return values | {name: (value, "") for name, value in costs.items()}
 
 
 def show(found: dict[str, dict[str, tuple[float, str]]]) -> None:
@@ -235,19 +235,19 @@ def show(found: dict[str, dict[str, tuple[float, str]]]) -> None:
   rich.console.Console().print(table)
 
 
-def run_all(given: argparse.Namespace) -> dict[str, list[Run]]:
+def run_all(args: argparse.Namespace) -> dict[str, list[Run]]:
   """Runs every config with every seed, after a short run that compiles."""
-  found: dict[str, list[Run]] = {}
-  for seed in range(given.seeds):
-    competitors = configs(given, seed)
+  results: dict[str, list[Run]] = {}
+  for seed in range(args.seeds):
+    competitors = configs(args, seed)
     if not seed:
       serve(competitors[FROZEN], 4)
-      serve(competitors[f"I = {min(given.intervals)}"], 2 * min(given.intervals) + 4)
+      serve(competitors[f"I = {min(args.intervals)}"], 2 * min(args.intervals) + 4)
     names = list(competitors)
     for place in range(len(names)):
       name = names[(seed + place) % len(names)]
-      found.setdefault(name, []).append(serve(competitors[name]))
-  return {name: found[name] for name in competitors}
+      results.setdefault(name, []).append(serve(competitors[name]))
+  return {name: results[name] for name in competitors}
 
 
 def main() -> None:
@@ -259,18 +259,18 @@ def main() -> None:
   parser.add_argument("--threads", type=int, default=2)
   parser.add_argument("--free", action="store_true", help="swap as soon as ready")
   parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
-  given = parser.parse_args()
-  measure.restart(given.threads)
-  runs = run_all(given)
-  found = {name: figures(name, runs[name], runs[FROZEN]) for name in runs}
-  show(found)
-  other = [given.gin_file] * (given.gin_file != DEMO)
-  case = ", free" * given.free + "".join(f", {x}" for x in other + given.bindings)
-  clock, rows = f"wall, {given.threads} thread(s)", []
-  for name, columns in found.items():
+  args = parser.parse_args()
+  measure.restart(args.threads)
+  runs = run_all(args)
+  columns_of = {name: figures(name, runs[name], runs[FROZEN]) for name in runs}
+  show(columns_of)
+  other = [args.gin_file] * (args.gin_file != DEMO)
+  case = ", free" * args.free + "".join(f", {x}" for x in other + args.bindings)
+  clock, rows = f"wall, {args.threads} thread(s)", []
+  for name, columns in columns_of.items():
     values = {figure: value for figure, (value, _) in columns.items()}
-    asked = {figure: bound for figure, (_, bound) in columns.items()}
-    rows += measure.rows(f"demo pair, {name}{case}", clock, values, asked)
+    goals = {figure: goal for figure, (_, goal) in columns.items()}
+    rows += measure.rows(f"demo pair, {name}{case}", clock, values, goals)
   measure.report("learning", rows)
 
 

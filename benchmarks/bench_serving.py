@@ -107,14 +107,14 @@ def prompts_in(paths: Sequence[pathlib.Path], start: int, count: int) -> list[st
   """Returns prompts of files of JSON lines, one of each file in turn."""
   files = [path.read_text().splitlines() for path in paths]
   lines = itertools.chain.from_iterable(zip(*files, strict=False))
-  chosen = itertools.islice(lines, start, start + count)
-  return [json.loads(line)["prompt"] for line in chosen]
+  some = itertools.islice(lines, start, start + count)
+  return [json.loads(line)["prompt"] for line in some]
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
   """Returns p50 and p99 in milliseconds; nan without a value."""
-  found = np.percentile(seconds, [50, 99]) * 1e3 if len(seconds) else [np.nan] * 2
-  return {f"{name} p{p}, ms": float(x) for p, x in zip((50, 99), found, strict=True)}
+  values = np.percentile(seconds, [50, 99]) * 1e3 if len(seconds) else [np.nan] * 2
+  return {f"{name} p{p}, ms": float(x) for p, x in zip((50, 99), values, strict=True)}
 
 
 def figures_of(replies: Replies, seconds: float) -> dict[str, float]:
@@ -222,16 +222,16 @@ def in_turns(
 ) -> dict[str, Measured]:
   """Sends every block to every system; the first system changes from block to block."""
   names = [*systems, *([BARE] if bare else [])]
-  measured = {name: Measured() for name in names}
+  results = {name: Measured() for name in names}
   for turn, block in enumerate(blocks):
     for place in range(len(names)):
       name = names[(turn + place) % len(names)]
       if bare and name == BARE:
-        measured[name].add([], *bare.run(block))
+        results[name].add([], *bare.run(block))
       else:
         replies, seconds = systems[name].serve(send, block)
-        measured[name].add(replies, sum(reply.tokens for reply in replies), seconds)
-  return measured
+        results[name].add(replies, sum(reply.tokens for reply in replies), seconds)
+  return results
 
 
 class Bare:
@@ -262,30 +262,30 @@ def config_of(bindings: Sequence[str], gin_file: str = SERVE) -> ServeConfig:
   return settings.load(ServeConfig, [gin_file], list(bindings))[0]
 
 
-def bindings_of(given: argparse.Namespace) -> list[str]:
+def bindings_of(args: argparse.Namespace) -> list[str]:
   """Returns the settings that all systems share."""
-  target = [f"PairConfig.target={given.model!r}"] if given.model else []
-  return [*target, *given.bindings]
+  target = [f"PairConfig.target={args.model!r}"] if args.model else []
+  return [*target, *args.bindings]
 
 
 def rows_of(
   case: str, clock: str, measured: Mapping[str, Measured]
 ) -> list[dict[str, Any]]:
   """Returns the rows of one case: figures of each system, and ratios of pairs."""
-  found, asked = {}, {}
+  values, goals = {}, {}
   for name, one in measured.items():
     figures = one.figures() if one.replies else {"tokens/s": np.median(one.speeds)}
-    found |= {f"{name}, {figure}": value for figure, value in figures.items()}
+    values |= {f"{name}, {figure}": value for figure, value in figures.items()}
   if {"frozen", "online"} <= measured.keys():
     for figure in ("inter-token latency p99, ms", "pause p99, ms"):
       name = f"online over frozen, {figure.removesuffix(', ms')}"
-      ours = found[f"online, {figure}"]
-      found[name], asked[name] = ours / found[f"frozen, {figure}"], "<= 1.1"
+      ours = values[f"online, {figure}"]
+      values[name], goals[name] = ours / values[f"frozen, {figure}"], "<= 1.1"
   if {"frozen", BARE} <= measured.keys():
     ratios = measured["frozen"].speeds / measured[BARE].speeds
     name = "overhead over the bare engine, tokens/s"
-    found[name], asked[name] = 1 - float(np.median(ratios)), "<= 0.05"
-  return measure.rows(case, clock, found, asked)
+    values[name], goals[name] = 1 - float(np.median(ratios)), "<= 0.05"
+  return measure.rows(case, clock, values, goals)
 
 
 def print_table(case: str, measured: Mapping[str, Measured]) -> None:
@@ -293,10 +293,10 @@ def print_table(case: str, measured: Mapping[str, Measured]) -> None:
   table = rich.table.Table("system", *TIMES, *COUNTS, title=case)
   for name, one in measured.items():
     if one.replies:
-      found = one.figures()
-      times = [[found[f"{kind} p{p}, ms"] for p in (50, 99)] for kind in TIMES]
+      figures = one.figures()
+      times = [[figures[f"{kind} p{p}, ms"] for p in (50, 99)] for kind in TIMES]
       cells = [" / ".join(f"{ms:,.1f}" for ms in pair) for pair in times]
-      table.add_row(name, *cells, *(f"{found[count]:.4g}" for count in COUNTS))
+      table.add_row(name, *cells, *(f"{figures[count]:.4g}" for count in COUNTS))
     else:
       speed = f"{np.median(one.speeds):.4g}"
       table.add_row(name, *("" for _ in TIMES), speed)
@@ -304,94 +304,92 @@ def print_table(case: str, measured: Mapping[str, Measured]) -> None:
 
 
 def overload(
-  system: System, bodies: Bodies, given: argparse.Namespace
+  system: System, bodies: Bodies, args: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, str]]:
   """Sends the capacity and several times as much; returns figures and goals."""
-  config = config_of(bindings_of(given), given.gin_file)
-  taken = min(config.decoding.rows + config.places, FULL)  # more would be refused
+  config = config_of(bindings_of(args), args.gin_file)
+  clients = min(config.decoding.rows + config.places, FULL)  # more would be refused
   system.warm_up(bodies)
-  found, capacity = {}, system.capacity(bodies, taken)
-  for name, times in (("full load", 1.0), ("overload", given.overload)):
+  values, capacity = {}, system.capacity(bodies, clients)
+  for name, times in (("full load", 1.0), ("overload", args.overload)):
     count = int(len(bodies) * times)  # both take equally long
-    sent = [bodies[place % len(bodies)] for place in range(count)]
+    requests = [bodies[place % len(bodies)] for place in range(count)]
     send = functools.partial(
-      paced, trace="steady", rate=times * capacity, seed=given.seed
+      paced, trace="steady", rate=times * capacity, seed=args.seed
     )
-    replies, seconds = system.serve(send, sent)
-    found |= {f"{name}, {k}": v for k, v in figures_of(replies, seconds).items()}
+    replies, seconds = system.serve(send, requests)
+    values |= {f"{name}, {k}": v for k, v in figures_of(replies, seconds).items()}
     refused = [reply for reply in replies if reply.status == 429]
     silent = sum(not reply.retry_after for reply in refused)
-    found[f"{name}, refused without Retry-After"] = silent
+    values[f"{name}, refused without Retry-After"] = silent
   ratio = "overload over full load, latency p99"
-  found[ratio] = (
-    found["overload, latency p99, ms"] / found["full load, latency p99, ms"]
+  values[ratio] = (
+    values["overload, latency p99, ms"] / values["full load, latency p99, ms"]
   )
-  asked = {ratio: "<= 2", "overload, failed": "0"}
-  return found, asked | {"overload, refused without Retry-After": "0"}
+  goals = {ratio: "<= 2", "overload, failed": "0"}
+  return values, goals | {"overload, refused without Retry-After": "0"}
 
 
-def bodies_of(given: argparse.Namespace, case: int) -> list[dict[str, Any]]:
+def bodies_of(args: argparse.Namespace, case: int) -> list[dict[str, Any]]:
   """Returns the requests of a case; each has its own, because a cache remembers."""
-  limit = {"max_tokens": given.max_tokens} if given.max_tokens else {}
+  limit = {"max_tokens": args.max_tokens} if args.max_tokens else {}
   texts = (
-    prompts_in(given.prompts, case * given.requests, given.requests)
-    if given.prompts
-    else prompts_of(given.requests, given.seed + case)
+    prompts_in(args.prompts, case * args.requests, args.requests)
+    if args.prompts
+    else prompts_of(args.requests, args.seed + case)
   )
   return [http_load.streamed(text, **limit) for text in texts]
 
 
-def cases(
-  given: argparse.Namespace, slowest: float
-) -> Iterator[tuple[str, Send, bool]]:
+def cases(args: argparse.Namespace, slowest: float) -> Iterator[tuple[str, Send, bool]]:
   """Yields the name of each case, its clients, and whether the bare engine runs too."""
-  for clients in given.clients:
+  for clients in args.clients:
     send = functools.partial(http_load.closed_loop, clients=clients)
     name = f"{clients} client{'s' * (clients > 1)}"
     yield name, send, clients == OVERHEAD_CLIENTS
-  for trace in given.traces:
-    rate = given.load * slowest
-    send = functools.partial(paced, trace=trace, rate=rate, seed=given.seed)
-    yield f"{trace} at {given.load:g} of the capacity", send, False
+  for trace in args.traces:
+    rate = args.load * slowest
+    send = functools.partial(paced, trace=trace, rate=rate, seed=args.seed)
+    yield f"{trace} at {args.load:g} of the capacity", send, False
 
 
-def run(given: argparse.Namespace, folder: pathlib.Path) -> None:
+def run(args: argparse.Namespace, folder: pathlib.Path) -> None:
   """Starts the servers and measures every case."""
-  shared, clock = bindings_of(given), f"wall, {given.threads} thread(s)"
-  if not given.overload:
+  shared, clock = bindings_of(args), f"wall, {args.threads} thread(s)"
+  if not args.overload:
     shared = [LONG_QUEUE, *shared]
-  pair = pathlib.Path(given.model).name if given.model else "shipped pair"
-  setting = ", ".join([pair, *given.bindings])
+  pair = pathlib.Path(args.model).name if args.model else "shipped pair"
+  setting = ", ".join([pair, *args.bindings])
   with contextlib.ExitStack() as stack:
     systems = {}
-    for name in given.systems:
+    for name in args.systems:
       started = http_load.Server(
-        [*shared, *SYSTEMS[name]], folder / name, gin_file=given.gin_file
+        [*shared, *SYSTEMS[name]], folder / name, gin_file=args.gin_file
       )
       systems[name] = System(name, stack.enter_context(started))
-    others = bodies_of(given, 0)
-    if given.overload:
-      name = given.systems[-1]
-      found = overload(systems[name], others, given)
-      case = f"{setting}, {name}, {given.overload:g} times the capacity"
-      measure.report("serving", measure.rows(case, clock, *found))
+    others = bodies_of(args, 0)
+    if args.overload:
+      name = args.systems[-1]
+      results = overload(systems[name], others, args)
+      case = f"{setting}, {name}, {args.overload:g} times the capacity"
+      measure.report("serving", measure.rows(case, clock, *results))
       return
-    if given.peer:
-      systems[PEER] = System(PEER, Peer(given.peer, given.peer_model))
+    if args.peer:
+      systems[PEER] = System(PEER, Peer(args.peer, args.peer_model))
     for system in systems.values():
       system.warm_up(others)
     slowest = 0.0
-    if given.traces:
+    if args.traces:
       slowest = min(system.capacity(others, FULL) for system in systems.values())
     bare = None
-    if OVERHEAD_CLIENTS in given.clients:
-      bare = Bare(shared, given.gin_file)
-    for case, (name, send, with_bare) in enumerate(cases(given, slowest), 1):
-      bodies = bodies_of(given, case)
-      blocks = [bodies[turn :: given.turns] for turn in range(given.turns)]
-      found = in_turns(systems, blocks, send, bare if with_bare else None)
-      measure.report("serving", rows_of(f"{setting}, {name}", clock, found))
-      print_table(f"{setting}, {name}", found)
+    if OVERHEAD_CLIENTS in args.clients:
+      bare = Bare(shared, args.gin_file)
+    for case, (name, send, with_bare) in enumerate(cases(args, slowest), 1):
+      bodies = bodies_of(args, case)
+      blocks = [bodies[turn :: args.turns] for turn in range(args.turns)]
+      results = in_turns(systems, blocks, send, bare if with_bare else None)
+      measure.report("serving", rows_of(f"{setting}, {name}", clock, results))
+      print_table(f"{setting}, {name}", results)
 
 
 def options() -> argparse.ArgumentParser:
@@ -424,11 +422,11 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-  given = options().parse_args()
-  measure.restart(given.threads)
-  measure.RESULTS = given.results
+  args = options().parse_args()
+  measure.restart(args.threads)
+  measure.RESULTS = args.results
   with tempfile.TemporaryDirectory() as folder:
-    run(given, pathlib.Path(folder))
+    run(args, pathlib.Path(folder))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import scripting
 
 from osd_jax import native
 from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import shapes
 
 ASKED = {
@@ -67,17 +68,15 @@ class WithoutNative:
 class Bench:
   """One target with its prompts, its continuations and the systems that serve them."""
 
-  def __init__(self, given: argparse.Namespace):
+  def __init__(self, args: argparse.Namespace):
     """Creates the target and computes its continuations by plain decoding."""
-    self.given = given
-    self.config = contenders.shape(given.target)
+    self.args = args
+    self.config = contenders.shape(args.target)
     self.draft_config = dataclasses.replace(  # the vocabulary is the target's
-      contenders.shape(given.drafts_with), vocab_size=self.config.vocab_size
+      contenders.shape(args.drafts_with), vocab_size=self.config.vocab_size
     )
     self.target = contenders.random_model(self.config)
-    self.sources = contenders.prompts(
-      given.prompts, given.source, self.config.vocab_size
-    )
+    self.sources = contenders.prompts(args.prompts, args.source, self.config.vocab_size)
     self._plain = engine.Engine(self._decoding(1), *self.target)
     self.plain = contenders.Ours(self._plain, self.sources)
     self.tokens = scripting.continuations(self._plain, self.sources)
@@ -103,29 +102,29 @@ class Bench:
     model = rivals.random_model(self.config, dtype)
     assistant = rivals.random_model(self.draft_config, dtype, seed=1)
     return rivals.Scripted(
-      model, assistant, self.sources, self.given.length, drafted, RIVAL_ALPHA
+      model, assistant, self.sources, self.args.length, drafted, RIVAL_ALPHA
     )
 
-  def _decoding(self, drafted: int) -> engine.DecodingConfig:
-    return contenders.decoding(1, self.given.source, self.given.length, drafted)
+  def _decoding(self, drafted: int) -> DecodingConfig:
+    return contenders.decoding(1, self.args.source, self.args.length, drafted)
 
 
 def contenders_of(bench: Bench) -> dict:
   """Returns all systems by name."""
-  given = bench.given
+  args = bench.args
   competitors = {"plain": bench.plain}
-  for alpha in given.alphas:
-    for drafted in given.drafted:
-      for draft in given.draft:
+  for alpha in args.alphas:
+    for drafted in args.drafted:
+      for draft in args.draft:
         name = f"alpha {alpha}, K {drafted}, {draft} draft"
         competitors[name] = bench.ours(alpha, drafted, draft)
-  if given.without_native:
+  if args.without_native:
     for name, competitor in list(competitors.items()):
       for how, parts in WITHOUT.items():
         competitors[f"{name}, {how}"] = WithoutNative(competitor, parts)
-  if not given.no_rivals:
-    for dtype in given.rival_types:
-      competitors[f"HF assisted {dtype}"] = bench.theirs(dtype, given.rival_drafted)
+  if not args.no_rivals:
+    for dtype in args.rival_types:
+      competitors[f"HF assisted {dtype}"] = bench.theirs(dtype, args.rival_drafted)
   return competitors
 
 
@@ -145,22 +144,22 @@ def best(times: dict, names: list[str], clock: str) -> str:
 
 def rows_of(bench: Bench) -> list[dict]:
   """Measures all systems, interleaved."""
-  given = bench.given
-  clock = measure.clock_of(given.threads)
+  args = bench.args
+  clock = measure.clock_of(args.threads)
   competitors = contenders_of(bench)
-  times = measure.interleave(competitors, given.turns)
+  times = measure.interleave(competitors, args.turns)
   figures, bounds = {}, {}
 
   def row(figure: str, value: float, asked: float | None = None) -> None:
     figures[figure], bounds[figure] = value, f">= {asked}" if asked else ""
 
-  if given.without_native:
+  if args.without_native:
     for how in WITHOUT:
       other = f"plain, {how}"
       row(f"plain over {other}", measure.ratio(times, other, "plain", clock))
   for name, competitor in competitors.items():
     row(f"{name}, ms/token", times[name].milliseconds(clock) / competitor.tokens)
-  for alpha in given.alphas:
+  for alpha in args.alphas:
     for name in competitors:
       if name.startswith(f"alpha {alpha},"):
         row(f"{name}, over plain", measure.ratio(times, "plain", name, clock))
@@ -169,19 +168,19 @@ def rows_of(bench: Bench) -> list[dict]:
     row(
       f"alpha {alpha}, the fastest of these, over plain",
       measure.ratio(times, "plain", fastest, clock),
-      ASKED.get(given.target, {}).get(alpha),
+      ASKED.get(args.target, {}).get(alpha),
     )
-  if not given.no_rivals:
+  if not args.no_rivals:
     mine = native_ones(competitors, RIVAL_ALPHA)
-    for dtype in given.rival_types:
+    for dtype in args.rival_types:
       row(
         f"tokens/s over HF assisted {dtype}, alpha {RIVAL_ALPHA}",
         measure.ratio(times, f"HF assisted {dtype}", best(times, mine, clock), clock),
-        ASKED_OVER_ASSISTED.get((given.target, dtype)),
+        ASKED_OVER_ASSISTED.get((args.target, dtype)),
       )
-  named = f", drafts with {given.drafts_with}" * (given.drafts_with != "t5-small")
-  case = given.target + named + ", ablation" * given.without_native
-  return measure.rows(case, f"{clock}, {given.threads} thread(s)", figures, bounds)
+  drafts = f", drafts with {args.drafts_with}" * (args.drafts_with != "t5-small")
+  case = args.target + drafts + ", ablation" * args.without_native
+  return measure.rows(case, f"{clock}, {args.threads} thread(s)", figures, bounds)
 
 
 def main() -> None:
@@ -200,9 +199,9 @@ def main() -> None:
   parser.add_argument("--threads", type=int, default=1)
   parser.add_argument("--without_native", action="store_true")
   parser.add_argument("--no_rivals", action="store_true")
-  given = parser.parse_args()
-  measure.restart(given.threads)
-  measure.report("speculative", rows_of(Bench(given)))
+  args = parser.parse_args()
+  measure.restart(args.threads)
+  measure.report("speculative", rows_of(Bench(args)))
 
 
 if __name__ == "__main__":

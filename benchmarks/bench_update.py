@@ -34,9 +34,17 @@ from osd_jax import base
 from osd_jax.decoding import records
 from osd_jax.distillation import buffer as replay
 from osd_jax.distillation import update as updates
+from osd_jax.distillation.losses import LossConfig
+from osd_jax.distillation.optimizers import OptimizerConfig
 from osd_jax.engine import engine
 
-CONFIG = updates.UpdateConfig()  # AdamW, forward KL at all positions
+CONFIG = updates.UpdateConfig(  # AdamW, forward KL at all positions
+  OptimizerConfig(query_multiplier=1.0, warmup_steps=0),
+  LossConfig("forward_kl", num_positions=0, num_tokens=0),
+  num_replay=4,
+  length_multiple=0,
+  ema_decay=0.0,
+)
 BETAS, EPS = (0.9, 0.999), 1e-8  # defaults of optax.adamw
 MEMORY_STEPS = 3
 ASKED = {  # keys are the first and last part of a figure's name
@@ -63,14 +71,14 @@ class Rows:
   logits: np.ndarray
 
 
-def rows_to_learn(given: argparse.Namespace) -> Rows:
+def rows_to_learn(args: argparse.Namespace) -> Rows:
   """Returns random texts with random teacher logits."""
-  size = contenders.shape(given.shape).vocab_size
+  size = contenders.shape(args.shape).vocab_size
   rng = np.random.default_rng(0)
-  logits = rng.standard_normal((given.rows, given.target, size), np.float32)
+  logits = rng.standard_normal((args.rows, args.target, size), np.float32)
   return Rows(
-    source=contenders.prompts(given.rows, given.source, size),
-    target=contenders.prompts(given.rows, given.target, size, seed=1),
+    source=contenders.prompts(args.rows, args.source, size),
+    target=contenders.prompts(args.rows, args.target, size, seed=1),
     logits=3 * logits,
   )
 
@@ -78,22 +86,22 @@ def rows_to_learn(given: argparse.Namespace) -> Rows:
 class Ours:
   """Update steps of osd_jax."""
 
-  def __init__(self, given: argparse.Namespace, rows: Rows):
+  def __init__(self, args: argparse.Namespace, rows: Rows):
     """Stores the teacher's largest entries; `start` creates the weights."""
-    self._shape = contenders.shape(given.shape)
-    kept = min(given.kept, self._shape.vocab_size)
+    self._shape = contenders.shape(args.shape)
+    top_k = min(args.kept, self._shape.vocab_size)
     count = len(rows.source)
     self._batch = base.DistillationBatch(
       source=jnp.asarray(rows.source),
       target=jnp.asarray(rows.target),
       mask=jnp.ones(rows.target.shape, bool),
-      records=jax.jit(records.from_logits, static_argnums=1)(rows.logits, kept),
+      records=jax.jit(records.from_logits, static_argnums=1)(rows.logits, top_k),
       weight=jnp.ones((count,), jnp.float32),
     )
     jax.block_until_ready(self._batch)
 
   def start(self) -> "Ours":
-    """Creates the weights and the optimiser state."""
+    """Creates the weights and the optimizer state."""
     self._model, params = contenders.random_model(self._shape)
     self._learner = updates.init_learner(CONFIG, params)
     return self
@@ -111,11 +119,11 @@ class Ours:
     The numbers are those of the compiler's memory analysis.
     """
     step = updates.take_slice.lower(self._model, CONFIG, self._learner, self._batch)
-    found = step.compile().memory_analysis()
+    memory = step.compile().memory_analysis()
     sizes = (
-      found.argument_size_in_bytes,
-      found.output_size_in_bytes,
-      found.temp_size_in_bytes,
+      memory.argument_size_in_bytes,
+      memory.output_size_in_bytes,
+      memory.temp_size_in_bytes,
     )
     return sum(sizes) / 1e9
 
@@ -123,11 +131,11 @@ class Ours:
 class Torch:
   """The same steps in torch float32, with full teacher logits."""
 
-  def __init__(self, given: argparse.Namespace, rows: Rows):
+  def __init__(self, args: argparse.Namespace, rows: Rows):
     """Stores the teacher's logits; `start` creates the weights."""
     import torch
 
-    self._torch, self._shape = torch, contenders.shape(given.shape)
+    self._torch, self._shape = torch, contenders.shape(args.shape)
     start = np.zeros_like(rows.target[:, :1])
     inputs = np.concatenate([start, rows.target[:, :-1]], axis=1)
     self._source = torch.from_numpy(rows.source.astype(np.int64))
@@ -151,13 +159,13 @@ class Torch:
 
   def __call__(self) -> None:
     torch = self._torch
-    found = self._model(
+    output = self._model(
       input_ids=self._source,
       attention_mask=torch.ones_like(self._source),
       decoder_input_ids=self._inputs,
       use_cache=False,
     )
-    draft = torch.log_softmax(found.logits, -1).flatten(0, 1)
+    draft = torch.log_softmax(output.logits, -1).flatten(0, 1)
     target = torch.log_softmax(self._logits, -1).flatten(0, 1)
     loss = torch.nn.functional.kl_div(
       draft, target, log_target=True, reduction="batchmean"
@@ -172,41 +180,41 @@ class Torch:
 CONTENDERS: dict[str, Callable] = {"ours": Ours, "torch float32": Torch}
 
 
-def step_figures(given: argparse.Namespace) -> dict[str, float]:
+def step_figures(args: argparse.Namespace) -> dict[str, float]:
   """Times both update steps, interleaved."""
-  rows = rows_to_learn(given)
-  competitors = {name: make(given, rows).start() for name, make in CONTENDERS.items()}
-  times = measure.interleave(competitors, given.turns)
-  found = {
-    f"step, {name}, ms": times[name].milliseconds(given.clock) for name in competitors
+  rows = rows_to_learn(args)
+  competitors = {name: make(args, rows).start() for name, make in CONTENDERS.items()}
+  times = measure.interleave(competitors, args.turns)
+  values = {
+    f"step, {name}, ms": times[name].milliseconds(args.clock) for name in competitors
   }
-  over = measure.ratio(times, "ours", "torch float32", given.clock)
-  return found | {"step, ours over torch float32": over}
+  over = measure.ratio(times, "ours", "torch float32", args.clock)
+  return values | {"step, ours over torch float32": over}
 
 
 def memory_figures() -> dict[str, float]:
   """Measures the memory of each system in its own process."""
-  found = {}
+  values = {}
   for name in CONTENDERS:
     command = [sys.executable, *sys.argv, "--only", name]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    figures = json.loads(done.stdout.splitlines()[-1])
-    found |= {f"memory, {name}, {figure}": figures[figure] for figure in figures}
-  return found
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    figures = json.loads(run.stdout.splitlines()[-1])
+    values |= {f"memory, {name}, {figure}": figures[figure] for figure in figures}
+  return values
 
 
-def only(given: argparse.Namespace) -> dict[str, float]:
+def only(args: argparse.Namespace) -> dict[str, float]:
   """Runs a few steps of one system and returns the memory of this process."""
-  contender = CONTENDERS[given.only](given, rows_to_learn(given))
+  contender = CONTENDERS[args.only](args, rows_to_learn(args))
   before = resident("VmRSS")
   contender.start()
   for _ in range(MEMORY_STEPS):
     contender()
   peak = resident("VmHWM")
-  found = {"peak, GB": peak, "peak over before the weights, GB": peak - before}
-  if given.only == "ours":
-    found["needed by a step, GB"] = contender.needed()
-  return found
+  values = {"peak, GB": peak, "peak over before the weights, GB": peak - before}
+  if args.only == "ours":
+    values["needed by a step, GB"] = contender.needed()
+  return values
 
 
 def resident(field: str) -> float:
@@ -216,72 +224,72 @@ def resident(field: str) -> float:
   return int(fields[field].split()[0]) * 1024 / 1e9
 
 
-def record_rows(given: argparse.Namespace) -> list[dict]:
+def record_rows(args: argparse.Namespace) -> list[dict]:
   """Measures the bytes of a record and the time that recording takes."""
-  competitors = served(given)
-  rounds = sum(done.target_calls for done in competitors["without"]())
-  assert rounds == sum(done.target_calls for done in competitors["with"]())
-  times = measure.interleave(competitors, given.turns)
-  without = times["without"].milliseconds(given.clock) / rounds
-  alone, size = truncation(given), contenders.shape(given.served).vocab_size
-  share = measure.ratio(times, "with", "without", given.clock) - 1
+  competitors = served(args)
+  rounds = sum(answer.target_calls for answer in competitors["without"]())
+  assert rounds == sum(answer.target_calls for answer in competitors["with"]())
+  times = measure.interleave(competitors, args.turns)
+  without = times["without"].milliseconds(args.clock) / rounds
+  alone, size = truncation(args), contenders.shape(args.served).vocab_size
+  share = measure.ratio(times, "with", "without", args.clock) - 1
   figures = {
-    "record, bytes/token": replay.record_bytes_per_token(given.kept, size),
+    "record, bytes/token": replay.record_bytes_per_token(args.kept, size),
     "round without records, ms": without,
     "records, share of a round, by turns": share,
     "truncating a round's rows alone, ms": alone,
     "truncating alone, share of a round": alone / without,
   }
-  case = f"{given.served} + scripted {given.shape}, K={given.drafted}"
-  return rows_of(given, case, figures)
+  case = f"{args.served} + scripted {args.shape}, K={args.drafted}"
+  return rows_of(args, case, figures)
 
 
-def served(given: argparse.Namespace) -> dict[str, contenders.Ours]:
+def served(args: argparse.Namespace) -> dict[str, contenders.Ours]:
   """Returns two decoders of the same requests, with and without records."""
-  shape = contenders.shape(given.served)
-  sources = contenders.prompts(1, given.source, shape.vocab_size)
+  shape = contenders.shape(args.served)
+  sources = contenders.prompts(1, args.source, shape.vocab_size)
   model, params = contenders.random_model(shape)
-  lengths = (1, given.source, given.target)
+  lengths = (1, args.source, args.target)
   plain = engine.Engine(contenders.decoding(*lengths, 1), model, params)
-  (done,) = contenders.Ours(plain, sources)()
-  script = contenders.corrupted(done.tokens[None], given.alpha, shape.vocab_size)
-  draft, draft_params = contenders.random_model(contenders.shape(given.shape), 1)
+  (answer,) = contenders.Ours(plain, sources)()
+  script = contenders.corrupted(answer.tokens[None], args.alpha, shape.vocab_size)
+  draft, draft_params = contenders.random_model(contenders.shape(args.shape), 1)
   scripts = contenders.Scripts(draft_params, jnp.asarray(sources), jnp.asarray(script))
-  config = contenders.decoding(*lengths, given.drafted)
+  config = contenders.decoding(*lengths, args.drafted)
   pair = (model, params, contenders.scripted(draft), scripts)
   return {
     name: contenders.Ours(
-      engine.Engine(dataclasses.replace(config, record_top_k=kept), *pair), sources
+      engine.Engine(dataclasses.replace(config, record_top_k=top_k), *pair), sources
     )
-    for name, kept in (("without", 0), ("with", given.kept))
+    for name, top_k in (("without", 0), ("with", args.kept))
   }
 
 
-def rows_of(given: argparse.Namespace, case: str, figures: dict) -> list[dict]:
+def rows_of(args: argparse.Namespace, case: str, figures: dict) -> list[dict]:
   """Returns rows of the figures with their goals."""
-  asked = {
-    figure: bound
+  goals = {
+    figure: limit
     for figure in figures
-    for (first, last), bound in ASKED.items()
+    for (first, last), limit in ASKED.items()
     if figure.startswith(first) and figure.endswith(last)
   }
-  return measure.rows(case, f"{given.clock}, {given.threads} thread(s)", figures, asked)
+  return measure.rows(case, f"{args.clock}, {args.threads} thread(s)", figures, goals)
 
 
-def truncation(given: argparse.Namespace, repeats: int = 50) -> float:
+def truncation(args: argparse.Namespace, repeats: int = 50) -> float:
   """Returns the milliseconds that truncating the target rows of one round takes."""
-  size = contenders.shape(given.served).vocab_size
+  size = contenders.shape(args.served).vocab_size
   rng = np.random.default_rng(0)
-  shape = (1, given.drafted + 1, size)
+  shape = (1, args.drafted + 1, size)
   logits = jnp.asarray(rng.standard_normal(shape, np.float32))
   truncate = jax.jit(records.from_logits, static_argnums=1)
 
   def rounds():
     for _ in range(repeats):
-      jax.block_until_ready(truncate(logits, min(given.kept, size)))
+      jax.block_until_ready(truncate(logits, min(args.kept, size)))
 
-  times = measure.interleave({"alone": rounds}, given.turns)
-  return times["alone"].milliseconds(given.clock) / repeats
+  times = measure.interleave({"alone": rounds}, args.turns)
+  return times["alone"].milliseconds(args.clock) / repeats
 
 
 def main() -> None:
@@ -297,17 +305,17 @@ def main() -> None:
   parser.add_argument("--turns", type=int, default=10)
   parser.add_argument("--threads", type=int, default=1)
   parser.add_argument("--only", choices=list(CONTENDERS), help=argparse.SUPPRESS)
-  given = parser.parse_args()
-  measure.restart(given.threads)
-  given.clock = measure.clock_of(given.threads)
-  if given.only is not None:
-    print(json.dumps(only(given)))
+  args = parser.parse_args()
+  measure.restart(args.threads)
+  args.clock = measure.clock_of(args.threads)
+  if args.only is not None:
+    print(json.dumps(only(args)))
     return
-  case = f"{given.shape}, {given.rows} x {given.target} targets"
-  figures = memory_figures() | step_figures(given)
-  measure.report("update", rows_of(given, case, figures))
+  case = f"{args.shape}, {args.rows} x {args.target} targets"
+  figures = memory_figures() | step_figures(args)
+  measure.report("update", rows_of(args, case, figures))
   jax.clear_caches()
-  measure.report("update", record_rows(given))
+  measure.report("update", record_rows(args))
 
 
 if __name__ == "__main__":

@@ -84,32 +84,32 @@ ASKED_OF = {
 OF_A_DRAFT = ("decoding", "learning", "warm_start")
 
 
-def configs(given: argparse.Namespace, seed: int) -> dict[str, online.OnlineConfig]:
+def configs(args: argparse.Namespace, seed: int) -> dict[str, online.OnlineConfig]:
   """Returns the config of each kind of draft."""
-  made = {INDEPENDENT: config_of(given, seed, [], given.draft)}
-  if given.attached:
-    own = [given.attached_gin] if given.attached_gin else []
-    made[ATTACHED] = config_of(given, seed, own, given.attached)
-    check(made[INDEPENDENT], made[ATTACHED], given.attached_gin)
-  elif given.attached_gin:
+  by_kind = {INDEPENDENT: config_of(args, seed, [], args.draft)}
+  if args.attached:
+    files = [args.attached_gin] if args.attached_gin else []
+    by_kind[ATTACHED] = config_of(args, seed, files, args.attached)
+    check(by_kind[INDEPENDENT], by_kind[ATTACHED], args.attached_gin)
+  elif args.attached_gin:
     raise base.InputError(
-      f"--attached_gin: received {given.attached_gin!r}, expected --attached as well."
+      f"--attached_gin: received {args.attached_gin!r}, expected --attached as well."
     )
-  return made
+  return by_kind
 
 
 def config_of(
-  given: argparse.Namespace, seed: int, files: list[str], draft: str | None
+  args: argparse.Namespace, seed: int, files: list[str], draft: str | None
 ) -> online.OnlineConfig:
   """Loads the config of one kind of draft from gin files, bindings and options."""
   bindings = [f"StreamConfig.seed={seed}"]
-  if given.requests_per_task:
-    bindings.append(f"StreamConfig.requests_per_task={given.requests_per_task}")
+  if args.requests_per_task:
+    bindings.append(f"StreamConfig.requests_per_task={args.requests_per_task}")
   config, _ = settings.load(
-    online.OnlineConfig, [given.gin_file, *files], [*bindings, *given.bindings]
+    online.OnlineConfig, [args.gin_file, *files], [*bindings, *args.bindings]
   )
-  named = {"target": given.target, "draft": draft}
-  changes = {field: _path(value) for field, value in named.items() if value}
+  paths = {"target": args.target, "draft": draft}
+  changes = {field: _path(value) for field, value in paths.items() if value}
   return dataclasses.replace(config, pair=dataclasses.replace(config.pair, **changes))
 
 
@@ -125,12 +125,12 @@ def check(
   """Raises InputError if runs differ in more than the draft and its learning."""
   differing = [
     f"{type(mine).__name__}.{field.name}"
-    for mine, its, own in (
+    for mine, its, name in (
       (one, other, (*OF_A_DRAFT, "pair", "run_directory")),
       (one.pair, other.pair, ("draft", "draft_serving", "attached")),
     )
     for field in dataclasses.fields(mine)
-    if field.name not in own and getattr(mine, field.name) != getattr(its, field.name)
+    if field.name not in name and getattr(mine, field.name) != getattr(its, field.name)
   ]
   if differing:
     raise base.InputError(
@@ -171,20 +171,20 @@ def create_systems(
   return {name: server(name) for name in chosen}
 
 
-def chosen_of(given: argparse.Namespace) -> list[str]:
+def chosen_of(args: argparse.Namespace) -> list[str]:
   """Returns the selected names in the order of `SYSTEMS`.
 
   Raises:
     InputError: if an attached system is selected without `--attached`.
   """
-  there = [name for name in SYSTEMS if given.attached or not name.startswith(ATTACHED)]
-  asked = given.systems or there
-  for name in asked:
+  there = [name for name in SYSTEMS if args.attached or not name.startswith(ATTACHED)]
+  names = args.systems or there
+  for name in names:
     if name not in there:
       raise base.InputError(
         f"--systems: received {name!r}, expected --attached as well."
       )
-  return [name for name in there if name in asked]
+  return [name for name in there if name in names]
 
 
 def one_run(
@@ -209,9 +209,11 @@ def one_run(
 
 def rivals_of(name: str, names: list[str]) -> list[str]:
   """Returns the baselines: plain, independent frozen and its own kind frozen."""
-  own = f"{name.split()[0]} frozen"
-  asked = dict.fromkeys((PLAIN, f"{INDEPENDENT} frozen", own) if name != PLAIN else ())
-  return [other for other in asked if other in names and other != name]
+  frozen = f"{name.split()[0]} frozen"
+  others = dict.fromkeys(
+    (PLAIN, f"{INDEPENDENT} frozen", frozen) if name != PLAIN else ()
+  )
+  return [other for other in others if other in names and other != name]
 
 
 def compared(spent: accounts.Accounts) -> dict[str, float]:
@@ -238,13 +240,13 @@ def rows_of(
   figures: Mapping[str, float],
 ) -> list[dict]:
   """Returns the rows of a run; rows of seconds also hold the course of the run."""
-  named = functools.partial(measure.rows, f"{setting}, seed {seed}", clock)
+  to_rows = functools.partial(measure.rows, f"{setting}, seed {seed}", clock)
   rows = []
   for name, seconds in spent.seconds.items():
-    (row,) = named({f"{name}, seconds": spent.total(name)})
+    (row,) = to_rows({f"{name}, seconds": spent.total(name)})
     course = {"block_ends": spent.block_ends, "cumulated_seconds": seconds}
     rows.append(row | {"setting": setting, "seed": seed, "system": name} | course)
-  return rows + named({**figures, **compared(spent)}, asked_of(setting, clock))
+  return rows + to_rows({**figures, **compared(spent)}, asked_of(setting, clock))
 
 
 def asked_of(setting: str, clock: str) -> dict[str, str]:
@@ -253,14 +255,16 @@ def asked_of(setting: str, clock: str) -> dict[str, str]:
   return next((ASKED_OF[part] for part in parts), ASKED)
 
 
-def setting_of(given: argparse.Namespace) -> str:
+def setting_of(args: argparse.Namespace) -> str:
   """Returns a label: the gin file and every option that changes it."""
   files = ("target", "draft", "attached", "attached_gin")
-  named = {name: getattr(given, name) for name in files}
-  parts = [f"{n} {pathlib.Path(value).stem}" for n, value in named.items() if value]
-  if given.requests_per_task:
-    parts.append(f"{given.requests_per_task} a task")
-  return ", ".join([given.gin_file, *parts, *given.bindings])
+  options_of_files = {name: getattr(args, name) for name in files}
+  parts = [
+    f"{n} {pathlib.Path(value).stem}" for n, value in options_of_files.items() if value
+  ]
+  if args.requests_per_task:
+    parts.append(f"{args.requests_per_task} a task")
+  return ", ".join([args.gin_file, *parts, *args.bindings])
 
 
 def options() -> argparse.ArgumentParser:
@@ -288,21 +292,21 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-  given = options().parse_args()
-  measure.restart(given.threads)
-  measure.RESULTS = given.results
+  args = options().parse_args()
+  measure.restart(args.threads)
+  measure.RESULTS = args.results
   # Other work on this machine slows down all systems, but not every block equally.
   figures = {"load of other work at the start": os.getloadavg()[0]}
-  chosen = chosen_of(given)
-  loaded = systems.load(configs(given, 0))
+  names = chosen_of(args)
+  loaded = systems.load(configs(args, 0))
   check_independent(loaded[INDEPENDENT])
-  for kind, config in configs(given, 0).items():
-    if f"{kind} online" in chosen:
+  for kind, config in configs(args, 0).items():
+    if f"{kind} online" in names:
       systems.rehearse(loaded[kind], config)
-  clock = f"wall, {given.threads} thread(s)"
-  for seed in range(given.seeds):
-    spent, done = one_run(configs(given, seed), loaded, given.block, chosen)
-    rows = rows_of(setting_of(given), seed, clock, spent, figures | done)
+  clock = f"wall, {args.threads} thread(s)"
+  for seed in range(args.seeds):
+    spent, run_figures = one_run(configs(args, seed), loaded, args.block, names)
+    rows = rows_of(setting_of(args), seed, clock, spent, figures | run_figures)
     measure.report("whole_run", rows)
 
 

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-  """Colours of everything but the data.
+  """Colors of everything but the data.
 
   Attributes:
     ink: text.
@@ -66,7 +66,7 @@ THEMES = {
   "light": Theme(ink="#222222", faint="#B8B8B8", grid="#ECECEC"),
   "dark": Theme(ink="#E2E4EA", faint="#6B6F7B", grid="#3A3D47"),
 }
-# Distinguishable on light and dark pages, and by colour-blind readers.
+# Distinguishable on light and dark pages, and by color-blind readers.
 BLUE, ORANGE, GREEN, PINK, GREY = "#2F8FD0", "#E07B2A", "#1AA37A", "#CC79A7", "#8A8A8A"
 COLORS = (BLUE, ORANGE, GREEN, PINK, GREY)
 SYSTEMS = {
@@ -75,7 +75,7 @@ SYSTEMS = {
   "attached frozen": (BLUE, ":"),
   "attached online": (BLUE, "-"),
 }
-# Way to draft -> colour, and whether it is mixed with the cache.
+# Way to draft -> color, and whether it is mixed with the cache.
 DRAFTERS = {
   "lookup": (GREY, False),
   "cache": (GREEN, False),
@@ -108,7 +108,7 @@ def legend(made: Any, axes: Any, handles: Sequence[Any] = ()) -> None:
 
 def acceptance(rows: Sequence[Row]) -> Any:
   """Draws the overlap over the demo's requests, frozen and online."""
-  made, (axes,) = wide_figure("Overlap with the target, demo stream, attached draft")
+  figure, (axes,) = wide_figure("Overlap with the target, demo stream, attached draft")
   (row,) = rows
   for name, values, color, style in (
     ("learns while it serves", row["online"], BLUE, "-"),
@@ -123,8 +123,8 @@ def acceptance(rows: Sequence[Row]) -> Any:
     )
   axes.set(xlabel="request", ylabel=f"overlap, mean of {WINDOW} requests")
   axes.set_xlim(0, len(row["online"]))
-  legend(made, axes)
-  return made
+  legend(figure, axes)
+  return figure
 
 
 def trailing(values: Sequence[float], shifts: Sequence[tuple[int, str]]) -> np.ndarray:
@@ -142,7 +142,7 @@ def trailing(values: Sequence[float], shifts: Sequence[tuple[int, str]]) -> np.n
 def time_saved(rows: Sequence[Row]) -> Any:
   """Draws the share of plain decoding's time saved over requests, for each target."""
   courses = dict(sorted(panels(rows).items(), reverse=True))
-  made, axes = wide_figure(
+  figure, axes = wide_figure(
     "Time saved over plain decoding, learning included",
     columns=len(courses),
     alike=False,
@@ -158,8 +158,8 @@ def time_saved(rows: Sequence[Row]) -> Any:
         panel.plot(places, share, style, color=color, lw=1.6, label=name)
     panel.set_xlabel("requests")
   axes[0].set_ylabel("% of all of plain's time")
-  legend(made, axes[0])
-  return made
+  legend(figure, axes[0])
+  return figure
 
 
 def panels(
@@ -184,12 +184,12 @@ def panels(
     and "by_worth" in row["setting"]
     and row["block_ends"][-1] in requests
   }
-  found: dict[str, dict[tuple[int, str], Row]] = {}
+  by_title: dict[str, dict[tuple[int, str], Row]] = {}
   for row in courses:
     if row["setting"] in attached and "1 thread" not in row["clock"]:
       title = _title(row["setting"])
-      found.setdefault(title, {})[row["seed"], row["system"]] = row
-  return found
+      by_title.setdefault(title, {})[row["seed"], row["system"]] = row
+  return by_title
 
 
 def _title(setting: str) -> str:
@@ -208,7 +208,7 @@ def saved(plain: Row, row: Row) -> tuple[list[int], np.ndarray]:
 
 def beside_hugging_face(rows: Sequence[Row]) -> Any:
   """Draws the time per token of transformers and osd_jax, and the memory bound."""
-  found = newest(rows)
+  values_of = newest(rows)
   clock = "cpu, 1 thread(s)"
   shapes = ("flan-t5-base", "flan-t5-large", "tinyllama-1.1b")
   series = {
@@ -216,27 +216,29 @@ def beside_hugging_face(rows: Sequence[Row]) -> Any:
     "transformers, bfloat16": ("HF bfloat16, ms/token", "#B9B9B9"),
     "osd_jax, plain, float32": ("ours, ms/token", BLUE),
   }
-  made, (axes,) = wide_figure("Plain decoding of one row, one core")
+  picture, (axes,) = wide_figure("Plain decoding of one row, one core")
   width = 0.26
   for place, (name, (figure, color)) in enumerate(series.items()):
-    values = [found[f"{shape}, 1 row", clock, figure] for shape in shapes]
+    values = [values_of[f"{shape}, 1 row", clock, figure] for shape in shapes]
     where = np.arange(len(shapes)) + (place - 1) * width
     bars = axes.bar(where, values, width * 0.94, color=color, label=name)
     axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=2)
   for place, shape in enumerate(shapes):
-    bound = found[f"{shape}, 1 row", clock, "memory bound, ms/token"]
+    least = values_of[f"{shape}, 1 row", clock, "memory bound, ms/token"]
     name = "memory bound" if place == 0 else None
     ends = (place - 1.5 * width, place + 1.5 * width)
-    axes.plot(ends, (bound, bound), color=ORANGE, lw=2, label=name)
+    axes.plot(ends, (least, least), color=ORANGE, lw=2, label=name)
   axes.set_xticks(range(len(shapes)), shapes)
   axes.set_ylabel("ms a token")
-  legend(made, axes)
-  return made
+  legend(picture, axes)
+  return picture
 
 
 def speed_by_acceptance(rows: Sequence[Row]) -> Any:
   """Draws the speedup of speculation by acceptance, measured and in theory."""
-  made, axes = wide_figure("Speculation over plain decoding, by acceptance", columns=2)
+  picture, axes = wide_figure(
+    "Speculation over plain decoding, by acceptance", columns=2
+  )
   alphas = np.linspace(0.5, 0.95, 46)
   for panel, target in zip(axes, ("flan-t5-base", "flan-t5-large"), strict=True):
     panel.axhline(1, color=GREY, lw=1)
@@ -260,8 +262,8 @@ def speed_by_acceptance(rows: Sequence[Row]) -> Any:
       panel.plot(*zip(*points, strict=True), mark, color=color, label=f"K = {drafted}")
     panel.set_xlabel("acceptance of a drafted token")
   axes[0].set_ylabel("times plain decoding")
-  legend(made, axes[0])
-  return made
+  legend(picture, axes[0])
+  return picture
 
 
 def tokens(alpha: Any, drafted: int) -> Any:
@@ -271,17 +273,17 @@ def tokens(alpha: Any, drafted: int) -> Any:
 
 def rows_in_flight(rows: Sequence[Row]) -> Any:
   """Draws the speedup of speculation by the number of rows, on one core."""
-  made, (axes,) = wide_figure(
+  picture, (axes,) = wide_figure(
     "flan-t5-base + t5-small (float32), K = 3, rows in flight"
   )
   axes.axhline(1, color=GREY, lw=1)
-  found = newest(rows)
+  values_of = newest(rows)
   counts = (1, 2, 4, 8, 16)
   for alpha, color, mark in ((0.7, BLUE, "o:"), (0.9, ORANGE, "s:")):
     values = [
       value
       for count in counts
-      for (case, _, figure), value in found.items()
+      for (case, _, figure), value in values_of.items()
       if case.endswith(f", K 3, {count} row{'s' * (count > 1)}")
       and figure == f"alpha {alpha}, over plain"
     ]
@@ -289,42 +291,42 @@ def rows_in_flight(rows: Sequence[Row]) -> Any:
   axes.set_xscale("log", base=2)
   axes.set_xticks(counts, [str(count) for count in counts])
   axes.set(xlabel="rows in flight", ylabel="times plain decoding")
-  legend(made, axes)
-  return made
+  legend(picture, axes)
+  return picture
 
 
 def learning_latency(rows: Sequence[Row]) -> Any:
   """Draws the time between tokens for several update intervals and without updates."""
-  found = newest(rows)
+  values_of = newest(rows)
   cases = [
     case
-    for case in dict.fromkeys(case for case, _, _ in found)
+    for case in dict.fromkeys(case for case, _, _ in values_of)
     if case.startswith("demo pair") and "free" not in case
   ]
   cases.sort(key=lambda case: -int(re.findall(r"\d+|$", case)[0] or 99))
   names = [case.removeprefix("demo pair, ").removesuffix(" draft") for case in cases]
-  made, (axes,) = wide_figure("Time between tokens while the demo's draft learns")
+  picture, (axes,) = wide_figure("Time between tokens while the demo's draft learns")
   for place, (what, color) in enumerate((("p50", BLUE), ("p99", ORANGE))):
     values = [
-      next(v for (c, _, f), v in found.items() if (c, f) == (case, wanted))
+      next(v for (c, _, f), v in values_of.items() if (c, f) == (case, figure))
       for case in cases
-      for wanted in (f"between tokens, {what}, ms",)
+      for figure in (f"between tokens, {what}, ms",)
     ]
     where = np.arange(len(cases)) + (place - 0.5) * 0.36
     bars = axes.bar(where, values, 0.34, color=color, label=what)
     axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
   axes.set_xticks(range(len(cases)), names)
   axes.set(xlabel="an update every I requests", ylabel="ms")
-  legend(made, axes)
-  return made
+  legend(picture, axes)
+  return picture
 
 
 def ahead_of_time(rows: Sequence[Row]) -> Any:
   """Draws upper bounds on tokens/s by chip, for Flan-T5-XL with t5-small."""
-  found = newest(rows)
-  cases = list(dict.fromkeys(c for c, _, _ in found if c.startswith("flan-t5-xl,")))
+  values_of = newest(rows)
+  cases = list(dict.fromkeys(c for c, _, _ in values_of if c.startswith("flan-t5-xl,")))
   value = {
-    figure: [found[case, "compiled only", figure] for case in cases]
+    figure: [values_of[case, "compiled only", figure] for case in cases]
     for figure in (
       "plain tokens/s, at most",
       "frozen tokens/s at 0.8, at most",
@@ -333,7 +335,7 @@ def ahead_of_time(rows: Sequence[Row]) -> Any:
     )
   }
   fits = np.array(value["needed, GB a chip"]) <= np.array(value["of a chip's, GB"])
-  made, (axes,) = wide_figure(
+  picture, (axes,) = wide_figure(
     "Flan-T5-XL + t5-small, compiled for: tokens per second at most"
   )
   handles: list[Any] = []
@@ -352,8 +354,8 @@ def ahead_of_time(rows: Sequence[Row]) -> Any:
   ]
   axes.set_xticks(range(len(cases)), names, fontsize=9)
   axes.set_ylabel("tokens/s, roofline")
-  legend(made, axes, handles)
-  return made
+  legend(picture, axes, handles)
+  return picture
 
 
 def drafters(rows: Sequence[Row]) -> Any:
@@ -369,7 +371,7 @@ def drafters(rows: Sequence[Row]) -> Any:
   }
   rows = [row for row in rows if row["requests"] == longest[_stream(row)]]
   values = {(row["system"], _stream(row)): row["tokens_per_call"] for row in rows}
-  made, (axes,) = wide_figure("Tokens per call of the target, one row")
+  figure, (axes,) = wide_figure("Tokens per call of the target, one row")
   width = 0.9 / len(DRAFTERS)
   for place, (name, (color, is_mixed)) in enumerate(DRAFTERS.items()):
     where = np.arange(len(streams)) + (place - (len(DRAFTERS) - 1) / 2) * width
@@ -387,8 +389,8 @@ def drafters(rows: Sequence[Row]) -> Any:
   axes.axhline(1, color=GREY, lw=1)
   axes.set_xticks(range(len(streams)), streams)
   axes.set_ylabel("tokens per target call")
-  legend(made, axes)
-  return made
+  legend(figure, axes)
+  return figure
 
 
 ON_A_REAL_MODEL = {
@@ -405,31 +407,31 @@ ON_A_REAL_MODEL = {
 def real_model(rows: Sequence[Row]) -> Any:
   """Draws the speed of each system over plain decoding in its run."""
   greedy = (row for row in rows if row["stream"] == "qwen" and not row["temperature"])
-  found = {row["system"]: row for row in greedy}
-  shown = [name for name in ON_A_REAL_MODEL if name in found]
-  made, (axes,) = wide_figure("Qwen2.5-Coder-0.5B, one row, two cores")
+  by_system = {row["system"]: row for row in greedy}
+  names = [name for name in ON_A_REAL_MODEL if name in by_system]
+  figure, (axes,) = wide_figure("Qwen2.5-Coder-0.5B, one row, two cores")
   bars = axes.barh(
-    [ON_A_REAL_MODEL[name][0] for name in shown],
-    [found[name]["over_plain"] for name in shown],
-    color=[ON_A_REAL_MODEL[name][1] for name in shown],
+    [ON_A_REAL_MODEL[name][0] for name in names],
+    [by_system[name]["over_plain"] for name in names],
+    color=[ON_A_REAL_MODEL[name][1] for name in names],
   )
   notes = []
-  for name in shown:
-    speed, tokens = found[name]["over_plain"], found[name]["tokens_per_call"]
+  for name in names:
+    speed, tokens = by_system[name]["over_plain"], by_system[name]["tokens_per_call"]
     notes.append(f"{speed:.2f}x   ({tokens:.2f} tokens)")
   axes.bar_label(bars, notes, fontsize=8, padding=3)
   axes.axvline(1, color=GREY, lw=1, ls=":")
   axes.invert_yaxis()
   axes.margins(x=0.3)
   axes.set_xlabel("speed, plain decoding = 1   (tokens per call of the target)")
-  return made
+  return figure
 
 
 def how_often(rows: Sequence[Row]) -> Any:
   """Draws tokens per call by the interval between updates, with equal training."""
-  made, (axes,) = wide_figure("How often to update, one slice for each request")
-  found = _by_stream(rows, "how_often")
-  for (stream, systems), color in zip(found.items(), COLORS):
+  figure, (axes,) = wide_figure("How often to update, one slice for each request")
+  by_stream = _by_stream(rows, "how_often")
+  for (stream, systems), color in zip(by_stream.items(), COLORS):
     intervals = {
       int(name.removeprefix("I = ")): values
       for name, values in systems.items()
@@ -441,8 +443,8 @@ def how_often(rows: Sequence[Row]) -> Any:
   axes.set_xticks([1, 2, 4, 8, 32, 128, 500], [1, 2, 4, 8, 32, 128, 500])
   axes.set_xlabel("requests between updates   (dotted: the first draft, frozen)")
   axes.set_ylabel("tokens per call of the target")
-  legend(made, axes)
-  return made
+  legend(figure, axes)
+  return figure
 
 
 CHANGING = {
@@ -457,12 +459,12 @@ CHANGING = {
 
 def changing_topics(rows: Sequence[Row]) -> Any:
   """Draws tokens per call by the number of requests before the topic changes."""
-  made, (axes,) = wide_figure("Topics that change, four in turn")
-  found = _by_stream(rows, "variance")
+  figure, (axes,) = wide_figure("Topics that change, four in turn")
+  by_stream = _by_stream(rows, "variance")
   for system, (color, style) in CHANGING.items():
     periods = {
       int(stream.split()[1]): systems[system]
-      for stream, systems in found.items()
+      for stream, systems in by_stream.items()
       if stream.startswith("every") and system in systems
     }
     if periods:
@@ -471,8 +473,8 @@ def changing_topics(rows: Sequence[Row]) -> Any:
   axes.set_xticks([5, 25, 100, 150], [5, 25, 100, 150])
   axes.set_xlabel("requests of a topic before the next one")
   axes.set_ylabel("tokens per call of the target")
-  legend(made, axes)
-  return made
+  legend(figure, axes)
+  return figure
 
 
 STABILITY = {
@@ -484,12 +486,14 @@ STABILITY = {
 
 def stability(rows: Sequence[Row]) -> Any:
   """Draws the gain of learning after a log by the gain at the log's end."""
-  made, (axes,) = wide_figure("Gain of learning, tokens per call of the target")
+  figure, (axes,) = wide_figure("Gain of learning, tokens per call of the target")
   cells = [row for row in rows if row["question"] == "stability"]
   for pair, (label, color) in STABILITY.items():
     for is_new in (False, True):
-      own = [c for c in cells if c["pair"] == pair and (c["new_topics"] > 0) == is_new]
-      places = ([cell[name] for cell in own] for name in ("gain_at_end", "gain_late"))
+      group = [
+        c for c in cells if c["pair"] == pair and (c["new_topics"] > 0) == is_new
+      ]
+      places = ([cell[name] for cell in group] for name in ("gain_at_end", "gain_late"))
       face = "none" if is_new else color
       name = None if is_new else label
       axes.scatter(*places, s=24, facecolors=face, edgecolors=color, label=name)
@@ -499,18 +503,18 @@ def stability(rows: Sequence[Row]) -> Any:
   axes.axline((0, 0), slope=1, color=GREY, lw=1, ls=":")
   axes.set_xlabel("requests 51 to 100   (dotted: the same gain)")
   axes.set_ylabel("requests 101 to 300")
-  legend(made, axes)
-  return made
+  legend(figure, axes)
+  return figure
 
 
 def _by_stream(rows: Sequence[Row], question: str) -> dict[str, dict[str, list[float]]]:
   """Returns stream -> system -> the demo's tokens per call, one value of each seed."""
-  found: dict[str, dict[str, list[float]]] = {}
+  by_stream: dict[str, dict[str, list[float]]] = {}
   for row in rows:
     if row["question"] == question and row["pair"] == "demo":
-      systems = found.setdefault(row["stream"], {})
+      systems = by_stream.setdefault(row["stream"], {})
       systems.setdefault(row["system"], []).append(row["tokens_per_call"])
-  return found
+  return by_stream
 
 
 def _line(
@@ -562,10 +566,10 @@ def draw(name: str, folder: pathlib.Path = FIGURES) -> list[pathlib.Path]:
   paths = []
   for theme, colors in THEMES.items():
     with matplotlib.rc_context(colors.style):
-      made = drawer(rows)
+      figure = drawer(rows)
       path = folder / f"{name}.{theme}.svg"
       notes = {"Date": None, "Creator": None, "Source": f"{source} {source_hash(name)}"}
-      made.savefig(path, metadata=notes)
+      figure.savefig(path, metadata=notes)
       # Matplotlib writes trailing blanks.
       path.write_text(re.sub(r"[ ]+$", "", path.read_text(), flags=re.MULTILINE))
       paths.append(path)
@@ -577,9 +581,9 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("names", nargs="*", choices=[[], *DRAWN], help="default: all")
   parser.add_argument("--output", type=pathlib.Path, default=FIGURES)
-  given = parser.parse_args()
-  for name in given.names or DRAWN:
-    for path in draw(name, given.output):
+  args = parser.parse_args()
+  for name in args.names or DRAWN:
+    for path in draw(name, args.output):
       print(path)
 
 

@@ -68,9 +68,9 @@ class Server:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= variables
-    given = ["ServeConfig.port=0", *bindings]
-    chosen = [f"--gin_file={gin_file}", *(f"--gin.{one}" for one in given)]
-    command = [sys.executable, "-c", _RUN, "serve", *chosen]
+    settings = ["ServeConfig.port=0", *bindings]
+    flags = [f"--gin_file={gin_file}", *(f"--gin.{one}" for one in settings)]
+    command = [sys.executable, "-c", _RUN, "serve", *flags]
     with open(self.log, "wb") as log:
       self.process = subprocess.Popen(
         command, env=environment, stdout=log, stderr=log, cwd=folder
@@ -94,11 +94,11 @@ class Server:
       RuntimeError: it has ended, or is not ready in time; with the end of its log.
     """
     end = time.monotonic() + START_SECONDS
-    while not (found := READY.search(self.text())):
+    while not (match := READY.search(self.text())):
       if self.process.poll() is not None or time.monotonic() > end:
         raise RuntimeError(f"the server did not start:\n{self.text()[-2000:]}")
       time.sleep(0.02)
-    self.url = found[1]
+    self.url = match[1]
 
   def text(self) -> str:
     """Returns what the process has printed so far."""
@@ -112,9 +112,9 @@ class Server:
   def resident_bytes(self) -> int:
     """Returns the memory of the process that is in RAM."""
     status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
-    found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
 
   def cpu_seconds(self) -> float:
     """Returns the CPU time of the process."""
@@ -187,7 +187,7 @@ class Reply:
 
 
 def send(url: str, verb: str, path: str, body: bytes = b"") -> tuple[int, str]:
-  """Sends a request as it is; returns status and body."""
+  """Sends a raw request; returns status and body."""
   with contextlib.closing(_connected(url)) as connection:
     connection.request(verb, path, body or None, JSON)
     response = connection.getresponse()

@@ -109,12 +109,12 @@ def rows(
   case: str,
   clock: str,
   figures: Mapping[str, float],
-  asked: Mapping[str, object] | None = None,
+  goals: Mapping[str, object] | None = None,
 ) -> list[dict[str, Any]]:
   """Returns one row per figure, with its goal if there is one, for `report`."""
-  common, asked = {"case": case, "clock": clock}, asked or {}
+  common, goals = {"case": case, "clock": clock}, goals or {}
   return [
-    common | {"figure": name, "value": value, "asked": asked.get(name, "")}
+    common | {"figure": name, "value": value, "asked": goals.get(name, "")}
     for name, value in figures.items()
   ]
 
@@ -135,7 +135,7 @@ def bandwidth(threads: int, megabytes: int = 512, repeats: int = 20) -> float:
   return data.nbytes / best
 
 
-def report(benchmark: str, measured: Sequence[Mapping[str, Any]]) -> None:
+def report(benchmark: str, rows: Sequence[Mapping[str, Any]]) -> None:
   """Prints rows as JSON lines and as a table, and stores them.
 
   Args:
@@ -145,19 +145,19 @@ def report(benchmark: str, measured: Sequence[Mapping[str, Any]]) -> None:
   """
   console = rich.console.Console()
   run = {"benchmark": benchmark, **provenance()}
-  measured = [{**run, **row} for row in measured]
-  for row in measured:
+  rows = [{**run, **row} for row in rows]
+  for row in rows:
     console.print(json.dumps(row), soft_wrap=True, highlight=False)
   table = rich.table.Table("case", "figure", "value", "asked", title=benchmark)
-  for row in measured:
-    value, asked = row["value"], row.get("asked", "")
-    table.add_row(row["case"], row["figure"], f"{value:.4g}", str(asked))
+  for row in rows:
+    value, goal = row["value"], row.get("asked", "")
+    table.add_row(row["case"], row["figure"], f"{value:.4g}", str(goal))
   console.print(table)
   RESULTS.mkdir(exist_ok=True)
   path = RESULTS / f"{benchmark}.jsonl"
-  kept = {_key(row): row for row in _read(path)}
-  kept |= {_key(row): row for row in measured}
-  path.write_text("".join(json.dumps(row) + "\n" for row in kept.values()))
+  by_key = {_key(row): row for row in read(path)}
+  by_key |= {_key(row): row for row in rows}
+  path.write_text("".join(json.dumps(row) + "\n" for row in by_key.values()))
 
 
 def commit() -> str:
@@ -167,12 +167,12 @@ def commit() -> str:
     command = ("git", "-C", str(FOLDER), *arguments)
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
-  named = git("rev-parse", "--short", "HEAD")
-  if named.returncode:
+  head = git("rev-parse", "--short", "HEAD")
+  if head.returncode:
     return "unknown"
   code = (":/", ":(exclude)results", ":(exclude)README.md")
   changed = git("diff", "--quiet", "HEAD", "--", *code).returncode
-  return named.stdout.strip() + "-dirty" * bool(changed)
+  return head.stdout.strip() + "-dirty" * bool(changed)
 
 
 def provenance() -> dict[str, Any]:
@@ -190,14 +190,15 @@ def cpu_model() -> str:
   """Returns the name of the processor in /proc/cpuinfo."""
   path = pathlib.Path("/proc/cpuinfo")
   text = path.read_text() if path.exists() else ""
-  found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-  return found.group(1).strip() if found else "an unnamed processor"
+  match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+  return match.group(1).strip() if match else "an unnamed processor"
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
   return tuple(str(row.get(name, "")) for name in ("case", "figure", "clock"))
 
 
-def _read(path: pathlib.Path) -> list[dict[str, Any]]:
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the rows of a file of JSON lines; an empty list without the file."""
   lines = path.read_text().splitlines() if path.exists() else []
   return [json.loads(line) for line in lines]

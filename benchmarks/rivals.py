@@ -88,7 +88,7 @@ class HuggingFace:
 
   @torch.inference_mode()
   def __call__(self) -> np.ndarray:
-    found = [
+    outputs = [
       self._model.generate(
         batch,
         attention_mask=torch.ones_like(batch),
@@ -100,7 +100,7 @@ class HuggingFace:
       )
       for batch in self._batches
     ]
-    tokens = torch.cat(found)[
+    tokens = torch.cat(outputs)[
       :, -self._target :
     ].numpy()  # without the prompt or start token
     assert tokens.size == self.tokens, tokens.shape
@@ -158,8 +158,8 @@ class Scripted:
 
   def __call__(self) -> np.ndarray:
     found = []
-    for wanted, serve in zip(self._wanted, self._serve, strict=True):
-      self._choose(wanted)
+    for script, serve in zip(self._wanted, self._serve, strict=True):
+      self._choose(script)
       found.append(serve())
     return np.concatenate(found)
 
@@ -185,13 +185,13 @@ def script(assistant: Any, begun: int = 0) -> Callable[[np.ndarray], None]:
   def scripted(*args, **kwargs):
     past, tokens = kwargs.get("past_key_values"), current["script"]
     before = 0 if past is None else int(past.get_seq_length())
-    found = forward(*args, **kwargs)
-    count = found.logits.shape[1]
+    output = forward(*args, **kwargs)
+    count = output.logits.shape[1]
     at = torch.arange(before - begun, before - begun + count)
     at = at.clamp(min=0, max=len(tokens) - 1)
-    top = found.logits.amax(-1) + 1
-    found.logits[0, torch.arange(count), tokens[at]] = top[0]
-    return found
+    top = output.logits.amax(-1) + 1
+    output.logits[0, torch.arange(count), tokens[at]] = top[0]
+    return output
 
   assistant.forward = scripted
   return choose

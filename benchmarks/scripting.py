@@ -16,18 +16,19 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig, Finished, Request
 
 ATTEMPTS = 32  # each attempt removes at least one difference
 
 
 def continuations(decoder: engine.Engine, sources: np.ndarray) -> np.ndarray:
   """Returns the tokens [N, T] that a decoder emits for full-length sources [N, S]."""
-  found = decoder.run([engine.Request(tokens=source) for source in sources])
-  return np.stack([done.tokens for done in found])
+  answers = decoder.run([Request(tokens=source) for source in sources])
+  return np.stack([answer.tokens for answer in answers])
 
 
 def speculative(
-  config: engine.DecodingConfig,
+  config: DecodingConfig,
   target: tuple[base.Model, base.Params],
   draft: tuple[base.Model, base.Params],
   sources: np.ndarray,
@@ -45,8 +46,8 @@ def speculative(
     alphas: [N], probability that a drafted token is right, per prompt.
   """
   model = contenders.scripted(draft[0])
-  written = scripts(draft, sources, tokens, alphas)
-  decoder = engine.Engine(config, *target, model, written)
+  params = scripts(draft, sources, tokens, alphas)
+  decoder = engine.Engine(config, *target, model, params)
   for _ in range(ATTEMPTS):
     emitted = continuations(decoder, sources)
     if np.array_equal(emitted, tokens):
@@ -73,7 +74,7 @@ def scripts(
 
 def share_target(decoder: engine.Engine, other: engine.Engine) -> None:
   """Makes two decoders share one served copy of the target, to save memory."""
-  decoder._served = decoder._served._replace(target=other._served.target)
+  decoder.served = decoder.served._replace(target=other.served.target)
 
 
 class FirstTokens:
@@ -86,16 +87,14 @@ class FirstTokens:
   def __init__(self, decoder: engine.Engine, sources: np.ndarray):
     """Answers all `sources` [N, S] at each call."""
     self._decoder = decoder
-    self._requests = [
-      engine.Request(tokens=source, max_new_tokens=1) for source in sources
-    ]
+    self._requests = [Request(tokens=source, max_new_tokens=1) for source in sources]
     self.tokens = len(sources)
 
-  def __call__(self) -> list[engine.Finished]:
+  def __call__(self) -> list[Finished]:
     return self._decoder.run(self._requests)
 
 
-def rounds(found: Sequence[engine.Finished], rows: int) -> int:
+def rounds(found: Sequence[Finished], rows: int) -> int:
   """Returns the number of rounds that a batch of B rows ran for all requests.
 
   A free row takes the next request; at the end some rows stay empty.
@@ -105,14 +104,14 @@ def rounds(found: Sequence[engine.Finished], rows: int) -> int:
     rows: B.
   """
   free = [0] * rows
-  for done in found:
-    heapq.heapreplace(free, free[0] + done.target_calls)
+  for answer in found:
+    heapq.heapreplace(free, free[0] + answer.target_calls)
   return max(free)
 
 
 def round_ms(
   times: Mapping[str, measure.Times],
-  found: Mapping[str, Sequence[engine.Finished]],
+  found: Mapping[str, Sequence[Finished]],
   whole: str,
   first: str,
   rows: int,
@@ -134,11 +133,13 @@ def round_ms(
   return spent / (rounds(found[whole], rows) - rounds(found[first], rows))
 
 
-def draft_acceptance(found: Sequence[engine.Finished]) -> float:
+def draft_acceptance(found: Sequence[Finished]) -> float:
   """Returns accepted / drafted tokens."""
-  return sum(done.accepted for done in found) / sum(done.drafted for done in found)
+  return sum(answer.accepted for answer in found) / sum(
+    answer.drafted for answer in found
+  )
 
 
-def answers(competitors: Mapping[str, Any]) -> dict[str, list[engine.Finished]]:
-  """Returns the answers of every system; this also compiles all of them."""
+def answers(competitors: Mapping[str, Any]) -> dict[str, list[Finished]]:
+  """Returns the answers of every system; this also compiles the systems."""
   return {name: serve() for name, serve in competitors.items()}

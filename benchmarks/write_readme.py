@@ -196,12 +196,10 @@ def verdict(row: Row) -> str:
 
   `asked` is a bound such as "<= 0.5", or a number that must be met within a tenth.
   """
-  asked = re.match(
-    r"\s*(<=|>=|<|>|)\s*(-?[\d.]+(?:e\d+)?)", str(row.get("asked") or "")
-  )
-  if not asked or math.isnan(row["value"]):
+  goal = re.match(r"\s*(<=|>=|<|>|)\s*(-?[\d.]+(?:e\d+)?)", str(row.get("asked") or ""))
+  if not goal or math.isnan(row["value"]):
     return ""
-  met = _COMPARISONS[asked[1]](row["value"], float(asked[2]))
+  met = _COMPARISONS[goal[1]](row["value"], float(goal[2]))
   return "met" if met else "**missed**"
 
 
@@ -232,15 +230,15 @@ def shown_rows(rows: Iterable[Row]) -> list[Row]:
 
 def programs(results: pathlib.Path) -> list[tuple[str, str, int]]:
   """(path, title, stored rows) of every benchmark program, by name."""
-  found = []
+  entries = []
   for path in sorted(HERE.glob("*.py")):
     name = path.stem.removeprefix("bench_")
     if name in BOUNDS:
       title = (ast.get_docstring(ast.parse(path.read_text())) or name).split("\n\n")[0]
-      stored = results / f"{name}.jsonl"
-      count = len(stored.read_text().splitlines()) if stored.exists() else 0
-      found.append((path.name, " ".join(title.split()), count))
-  return found
+      path_of_rows = results / f"{name}.jsonl"
+      count = len(path_of_rows.read_text().splitlines()) if path_of_rows.exists() else 0
+      entries.append((path.name, " ".join(title.split()), count))
+  return entries
 
 
 def page(results: pathlib.Path) -> str:
@@ -255,7 +253,7 @@ def page(results: pathlib.Path) -> str:
     "": verdict,
     "machine, commit": origin,
   }
-  listed = {
+  columns = {
     "program": lambda entry: f"`python benchmarks/{entry[0]}`",
     "measures": lambda entry: entry[1],
     "limited by": lambda entry: BOUNDS[entry[0][:-3].removeprefix("bench_")],
@@ -268,7 +266,7 @@ def page(results: pathlib.Path) -> str:
         "## Main figures",
         table(shown_rows(every_row), figures),
         "## Programs",
-        table(programs(results), listed),
+        table(programs(results), columns),
         SERVING,
       ]
     )
@@ -278,26 +276,28 @@ def page(results: pathlib.Path) -> str:
 
 def by_machine(rows: Sequence[Row]) -> str:
   """Upper bounds on tokens/s, plain / speculative: machines down, pairs across."""
-  found: dict[str, dict[str, dict[str, float]]] = {}
+  targets_of: dict[str, dict[str, dict[str, float]]] = {}
   for row in rows:
     target, _, machine = row["case"].partition(", ")
-    cell = found.setdefault(machine, {}).setdefault(target, {})
+    cell = targets_of.setdefault(machine, {}).setdefault(target, {})
     cell[row["figure"]] = row["value"]
-  pairs = sorted({target for cells in found.values() for target in cells})
+  pairs = sorted({target for cells in targets_of.values() for target in cells})
 
   def cell_of(target: str) -> Callable[[str], str]:
-    return lambda machine: _at_most(found[machine].get(target))
+    return lambda machine: _at_most(targets_of[machine].get(target))
 
   columns = {"machine": lambda machine: machine}
-  return table(list(found), columns | {target: cell_of(target) for target in pairs})
+  return table(
+    list(targets_of), columns | {target: cell_of(target) for target in pairs}
+  )
 
 
 def _at_most(cell: Mapping[str, float] | None) -> str:
   if cell is None:
     return ""
-  needed, held = cell["needed, GB a chip"], cell["of a chip's, GB"]
-  if needed > held:
-    return f"{needed:.1f} GB of {held:.0f}: does not fit"
+  needed, available = cell["needed, GB a chip"], cell["of a chip's, GB"]
+  if needed > available:
+    return f"{needed:.1f} GB of {available:.0f}: does not fit"
   plain, drafted = "plain tokens/s, at most", "frozen tokens/s at 0.8, at most"
   return f"{cell[plain]:,.0f} / {cell[drafted]:,.0f}"
 
@@ -305,8 +305,8 @@ def _at_most(cell: Mapping[str, float] | None) -> str:
 def with_table(text: str, made: str) -> str:
   """`text` with the table between the two marks replaced."""
   before, _, rest = text.partition(TABLE)
-  _, found, after = rest.partition(END)
-  if not found:
+  _, mark, after = rest.partition(END)
+  if not mark:
     raise ValueError(f"the page has no {TABLE} ... {END}")
   return f"{before}{TABLE}\n{made}\n{END}{after}"
 
@@ -327,16 +327,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--note", action="store_true", help="record machine and commit")
   parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
   parser.add_argument("--output", type=pathlib.Path, default=HERE / "README.md")
-  given = parser.parse_args(arguments)
-  if given.note:
-    given.results.mkdir(exist_ok=True)
+  args = parser.parse_args(arguments)
+  if args.note:
+    args.results.mkdir(exist_ok=True)
     text = json.dumps(measure.provenance(), indent=2) + "\n"
-    (given.results / NOTE).write_text(text)
+    (args.results / NOTE).write_text(text)
     return
-  given.output.write_text(page(given.results))
-  if given.results == RESULTS:
-    made = by_machine(read(RESULTS / "ahead_of_time.jsonl"))
-    PAGE.write_text(with_table(PAGE.read_text(), made))
+  args.output.write_text(page(args.results))
+  if args.results == RESULTS:
+    machines = by_machine(read(RESULTS / "ahead_of_time.jsonl"))
+    PAGE.write_text(with_table(PAGE.read_text(), machines))
 
 
 if __name__ == "__main__":

@@ -170,8 +170,9 @@ class Config:
     for field in dataclasses.fields(self):
       # Frozen dataclasses with tuples are hashable, which static arguments of jit need.
       value = as_tuples(getattr(self, field.name))
-      if isinstance(value, dict):
-        value = _from_json(value, field_types(type(self))[field.name])
+      # Unknown or missing fields are reported below, as a wrong type.
+      with contextlib.suppress(TypeError):
+        value = from_json(value, field_types(type(self))[field.name])
       object.__setattr__(self, field.name, value)
     problems = [
       problem
@@ -192,15 +193,45 @@ class Config:
     return {}
 
 
-def _from_json(value: dict[str, Any], hint: Any) -> Any:
-  """Makes the config that a type names from a dict; other dicts are returned."""
-  for kind in (hint, *typing.get_args(hint)):
-    if isinstance(kind, type) and issubclass(kind, Config):
-      try:
-        return kind(**value)
-      except TypeError:  # unknown or missing fields; reported as a wrong type
-        return value
-  return value
+def from_json(value: Any, kind: Any) -> Any:
+  """Restores a value of this type from JSON values.
+
+  Dicts become the dataclasses that the annotations name, lists become tuples, and
+  numbers become enums; `dataclasses.asdict` is the way back. A value that does not fit
+  is returned as it is.
+
+  >>> from_json([0, 1], tuple[StopReason, ...])[1].name
+  'EOS'
+
+  Raises:
+    TypeError: a dataclass has no such field, or needs another one.
+  """
+  origin, inner = typing.get_origin(kind), typing.get_args(kind)
+  if origin is Annotated:
+    return from_json(value, inner[0])
+  if origin in (typing.Union, types.UnionType):
+    for part in inner:
+      with contextlib.suppress(TypeError):  # the fields of another part
+        restored = from_json(value, part)
+        if is_of_type(restored, part):
+          return restored
+    return value
+  if origin is tuple and isinstance(value, list | tuple):
+    kinds = _entry_types(inner, len(value))
+    fits = len(kinds) == len(value)
+    return tuple(map(from_json, value, kinds)) if fits else value
+  if not isinstance(kind, type):
+    return value
+  if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+    hints = field_types(kind)
+    fields = {name: from_json(x, hints.get(name)) for name, x in value.items()}
+    return kind(**fields)
+  return kind(value) if issubclass(kind, enum.Enum) else value
+
+
+def _entry_types(inner: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+  """Types of a tuple's entries; tuple[X, ...] has any length, tuple[X, Y] exactly 2."""
+  return inner[:1] * count if inner[-1:] == (...,) else inner
 
 
 def field_problem(config_class: type, field: str, value: Any) -> str:
@@ -239,8 +270,7 @@ def is_of_type(value: Any, hint: Any) -> bool:
   if origin is tuple:
     if not isinstance(value, tuple):
       return False
-    # tuple[X, ...] has any length, tuple[X, Y] exactly two entries.
-    kinds = inner[:1] * len(value) if inner[-1:] == (...,) else inner
+    kinds = _entry_types(inner, len(value))
     return len(value) == len(kinds) and all(map(is_of_type, value, kinds))
   if origin is collections.abc.Callable:
     return callable(value)
@@ -294,7 +324,7 @@ def as_tuples(value: Any) -> Any:
 
 
 def is_count(value: Any, least: int = 1) -> typing.TypeGuard[int]:
-  """Whether a value is an integer of at least `least`; True and 2.0 are none."""
+  """Whether a value is an integer of at least `least`; True and 2.0 do not count."""
   is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
   return is_integer and bool(value >= least)
 
@@ -321,6 +351,20 @@ class StopReason(enum.IntEnum):
       StopReason.NOT_FINITE: "the target's logits were not finite; check its weights",
       StopReason.REFUSED: "the prompt is invalid, and was not decoded",
     }[self]
+
+
+class Draft(typing.NamedTuple):
+  """A draft that a server can serve from its next call on.
+
+  Attributes:
+    params: trained parameters.
+    version: number that answers report as `draft_version`.
+    shortlist: [N] int32, the tokens that its output head covers; None: all.
+  """
+
+  params: Params
+  version: int = 0
+  shortlist: Any = None
 
 
 class Layout(enum.Enum):

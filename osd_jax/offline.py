@@ -213,12 +213,12 @@ class OfflineLoop:
     # Measured before the first step, as the baseline of the report.
     if self.steps_taken == 0:
       self._evaluate()
-    drawn = updates.cut(config.update, self._batch(self.steps_taken))
-    batch = self._partitioner.place_rows(drawn)
-    self.learner, found = updates.take_slice(
+    rows = updates.cut(config.update, self._batch(self.steps_taken))
+    batch = self._partitioner.place_rows(rows)
+    self.learner, metrics = updates.take_slice(
       self.pair.draft, config.update, self.learner, batch, self._frozen
     )
-    self._losses.append(found.loss)
+    self._losses.append(metrics.loss)
     # Waits for the step before this one, so that the host is at most one step ahead.
     jax.block_until_ready(self._losses[-2:-1])
     self.steps_taken += 1
@@ -298,11 +298,11 @@ class OfflineLoop:
     self.overlap = float(np.mean(overlaps))
 
   def _restore(self) -> None:
-    found = self._checkpointer.restore(self.learner)
-    if found is None:
+    restored = self._checkpointer.restore(self.learner)
+    if restored is None:
       runs.check_space(self.config, self.learner)
     else:
-      self.learner, host = found
+      self.learner, host = restored
       self.steps_taken, self.loss = host["steps_taken"], host["loss"]
       self.overlap = host["overlap"]
       self._losses = list(host["losses"])

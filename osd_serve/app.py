@@ -72,12 +72,12 @@ def make(service: Service, token: str = "") -> Starlette:
       except EngineFailedError as error:
         refusal = Refusal(503, f"the engine has failed: {error}.", code="failed")
       except QueueFullError:
-        waiting = service.config.places
-        said = f"the queue is full ({waiting} requests are waiting); try again later"
-        refusal = Refusal(429, f"{said}.", code="queue_full")
+        places = service.config.places
+        message = f"the queue is full ({places} requests are waiting); try again later."
+        refusal = Refusal(429, message, code="queue_full")
       except DrainingError:
-        said = "the server is shutting down and takes no more requests"
-        refusal = Refusal(503, f"{said}.", code="draining")
+        message = "the server is shutting down and takes no more requests."
+        refusal = Refusal(503, message, code="draining")
       except Refusal as error:
         refusal = error
       service.metrics.refused(refusal.status)
@@ -94,11 +94,13 @@ def make(service: Service, token: str = "") -> Starlette:
 def _check_token(request: Request, token: str) -> None:
   if not token or request.url.path in _OPEN:
     return
-  given = request.headers.get("authorization", "")
+  header = request.headers.get("authorization", "")
   # Bytes, because compare_digest refuses text beyond ASCII.
-  if not secrets.compare_digest(given.encode(), f"Bearer {token}".encode()):
-    said = "expected the header Authorization: Bearer TOKEN with this server's token"
-    raise Refusal(401, f"{said}.", code="invalid_api_key")
+  if not secrets.compare_digest(header.encode(), f"Bearer {token}".encode()):
+    message = (
+      "expected the header Authorization: Bearer TOKEN with this server's token."
+    )
+    raise Refusal(401, message, code="invalid_api_key")
 
 
 def _refused(refusal: Refusal) -> JSONResponse:
@@ -119,8 +121,8 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-  said = f"an error of the server: {type(error).__name__}; its log has the details"
-  return _refused(Refusal(500, f"{said}."))
+  kind = type(error).__name__
+  return _refused(Refusal(500, f"an internal error, {kind}; the log has the details."))
 
 
 class _Routes:
@@ -164,8 +166,8 @@ class _Routes:
       try:
         version = await self._service.load_draft(Path(file.name))
       except base.InputError as error:
-        said = " ".join(str(error).split()).replace(file.name, "the body")
-        raise Refusal(400, said) from None
+        message = " ".join(str(error).split()).replace(file.name, "the body")
+        raise Refusal(400, message) from None
     return JSONResponse({"draft_version": version})
 
   async def clear_cache(self, _: Request) -> Response:
@@ -179,9 +181,9 @@ class _Routes:
     return JSONResponse(self._schema)
 
   async def models(self, _: Request) -> Response:
-    listed = {"id": self._model, "object": "model", "owned_by": "osd_jax"}
-    listed |= {"created": 0, "max_model_len": self._longest}
-    return JSONResponse({"object": "list", "data": [listed]})
+    model = {"id": self._model, "object": "model", "owned_by": "osd_jax"}
+    model |= {"created": 0, "max_model_len": self._longest}
+    return JSONResponse({"object": "list", "data": [model]})
 
   async def completions(self, request: Request) -> Response:
     return await self._complete(request, is_chat=False)
@@ -190,30 +192,26 @@ class _Routes:
     return await self._complete(request, is_chat=True)
 
   async def tokenize(self, request: Request) -> Response:
-    fields = await _fields(request)
-    protocol.check_model(fields, self._model)
-    prompt, messages = fields.get("prompt"), fields.get("messages")
-    if isinstance(messages, list) and messages:
-      tokens = self._service.encode(protocol.read_messages(messages), True)
-    elif isinstance(prompt, str):
-      tokens = self._service.encode(prompt, False)
+    body = protocol.read(protocol.Tokenize, await _fields(request), self._model)
+    if body.messages is not None:
+      tokens = self._service.encode(protocol.conversation(body.messages), True)
+    elif body.prompt is not None:
+      tokens = self._service.encode(body.prompt, False)
     else:
-      raise Refusal(400, "prompt: missing; expected a text, or messages.", "prompt")
-    body = {"count": len(tokens), "max_model_len": self._longest}
-    return JSONResponse({**body, "tokens": tokens.tolist()})
+      raise Refusal(400, "prompt: missing, expected a text, or messages.", "prompt")
+    sizes = {"count": len(tokens), "max_model_len": self._longest}
+    return JSONResponse({**sizes, "tokens": tokens.tolist()})
 
   async def detokenize(self, request: Request) -> Response:
-    fields = await _fields(request)
-    protocol.check_model(fields, self._model)
-    tokens = protocol.read_tokens(fields)
-    text = self._service.server.pair.vocabulary.decode(tokens)
+    body = protocol.read(protocol.Detokenize, await _fields(request), self._model)
+    text = self._service.server.pair.vocabulary.decode(body.tokens)
     return JSONResponse({"prompt": text})
 
   async def _complete(self, request: Request, is_chat: bool) -> Response:
     service = self._service
     top = service.config.decoding.record_top_k
     fields = await _fields(request)
-    ask = protocol.read_ask(fields, is_chat, self._model, service.sampling, top)
+    ask = protocol.read_ask(fields, is_chat, self._model, top)
     call = service.submit(ask)
     reply = protocol.Reply(ask, self._model)
     if ask.stream:
@@ -224,11 +222,12 @@ class _Routes:
     return JSONResponse(reply.whole(choices, self._metrics(choices)))
 
   async def _choices(self, ask: protocol.Ask, call: Call) -> list[protocol.Choice]:
-    found = []
-    async for event in _checked(call):
-      if event.done is not None:
-        found.append(await self._service.choice(ask, event))
-    return sorted(found, key=lambda choice: choice.index)
+    choices = [
+      await self._service.choice(ask, event)
+      async for event in _checked(call)
+      if event.done is not None
+    ]
+    return sorted(choices, key=lambda choice: choice.index)
 
   async def _stream(
     self, ask: protocol.Ask, call: Call, reply: protocol.Reply
@@ -326,8 +325,8 @@ async def _fields(request: Request) -> dict[str, Any]:
   # Browsers send other types to any server without asking it first, so a web page
   # could otherwise make a server on this machine learn.
   if kind != "application/json":
-    said = f"Content-Type: received {kind[:80]!r}, expected application/json"
-    raise Refusal(415, f"{said}.", code="unsupported_media_type")
+    message = f"Content-Type: received {kind[:80]!r}, expected application/json."
+    raise Refusal(415, message, code="unsupported_media_type")
   parts = [part async for part in _body(request, BODY_LIMIT)]
   return protocol.read_object(b"".join(parts))
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import prometheus_client as prometheus
 
-from osd_jax.distillation.schedule import RESUME_DROP, RESUME_WINDOW
+from osd_jax.distillation import schedule
 from osd_jax.engine.requests import Finished
 from osd_serve.scheduler import Job, Load
 
@@ -255,30 +255,22 @@ class Metrics:
 class Shifts:
   """Notes where the traffic changed, by the overlap of a draft that never learns.
 
-  A shift is where the mean of the last `RESUME_WINDOW` overlaps differs from the mean
-  of those before by more than `RESUME_DROP`. They are those at which a schedule resumes
-  updates.
+  A shift is where `schedule.shift` exceeds `schedule.SHIFT`. The overlaps of the last
+  `HISTORY` answers count, and `EARLIER` of them must be known before a shift.
   """
 
   def __init__(self):
     """Starts without overlaps."""
-    self._newer: deque[float] = deque()
-    self._earlier: list[float] = [0, 0.0]  # their number and sum
+    self._recent: deque[float] = deque(maxlen=schedule.HISTORY)
 
   def add(self, overlap: float) -> bool:
     """Returns whether the traffic has changed with this overlap."""
-    self._newer.append(overlap)
-    if len(self._newer) <= RESUME_WINDOW:
+    self._recent.append(overlap)
+    recent = tuple(self._recent)
+    is_known = len(recent) >= EARLIER + schedule.SHORT
+    if not is_known or abs(schedule.shift(recent)) <= schedule.SHIFT:
       return False
-    self._earlier[0] += 1
-    self._earlier[1] += self._newer.popleft()
-    count, total = self._earlier
-    if count < EARLIER:
-      return False
-    newer = sum(self._newer) / RESUME_WINDOW
-    if abs(newer - total / count) <= RESUME_DROP:
-      return False
-    self._earlier = [0, 0.0]
+    self._recent = deque(recent[-schedule.SHORT :], schedule.HISTORY)
     return True
 
 

@@ -1,53 +1,48 @@
 """OpenAI's API: bodies of requests in, bodies of answers out. No HTTP and no JAX.
 
-Every parameter of a request is either used, refused by name, or has a value without
-effect. The shapes follow OpenAI's reference; extensions (`top_k`, `min_p`,
-`repetition_penalty`, `cache_salt`) have vLLM's names, `learn` and `speculative` are
-those of `engine.requests.Prompt`.
+The parameters of a request are the fields of `Completion` and `Chat`. Checks, defaults
+and the published description (see `schema`) derive from these models. Every parameter
+is either used, refused by name, or has a value without effect. The shapes follow
+OpenAI's reference; extensions (`top_k`, `min_p`, `repetition_penalty`, `cache_salt`)
+have vLLM's names, `learn` and `speculative` are those of `engine.requests.Prompt`.
 """
 
 import dataclasses
 import difflib
 import json
-import math
-import re
 import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
+import pydantic
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from osd_jax.data import chat
 from osd_jax.engine.requests import Finished, Prompt, SamplingConfig
 
 MAX_CHOICES = 128  # answers to one request: prompts times n
 MAX_STOPS = 16
+MAX_TOP = 20  # alternatives per token
 # Parameters that the engine does not have, with their values without effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-  "allowed_token_ids": ([],),
-  "bad_words": ([],),
-  "best_of": (1,),
-  "frequency_penalty": (0,),
+  **dict.fromkeys(("allowed_token_ids", "bad_words", "functions", "tools"), ([],)),
+  **dict.fromkeys(("logprob_token_ids",), ([],)),
+  **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+  **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
+  **dict.fromkeys(("prompt_logprobs",), (0,)),
+  **dict.fromkeys(("ignore_eos", "store", "use_beam_search"), (False,)),
   "function_call": ("none",),
-  "functions": ([],),
-  "ignore_eos": (False,),
-  "length_penalty": (1,),
   "logit_bias": ({},),
-  "logprob_token_ids": ([],),
-  "min_tokens": (0,),
   "modalities": (["text"],),
-  "parallel_tool_calls": (True, False),  # there are no tools to call
-  "presence_penalty": (0,),
-  "prompt_logprobs": (0,),
+  "parallel_tool_calls": (True, False),  # no tools exist
   "response_format": ({"type": "text"},),
   "service_tier": ("auto", "default"),
-  "store": (False,),
   "suffix": ("",),
   "tool_choice": ("none", "auto"),
-  "tools": ([],),
-  "use_beam_search": (False,),
 }
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # only labels
 
@@ -79,27 +74,9 @@ class Refusal(Exception):
     return {"error": {**error, "code": self.code}}
 
 
-def _wrong(where: str, said: str, code: str | None = None) -> Refusal:
+def _wrong(where: str, param: str, message: str, code: str | None = None) -> Refusal:
   """The refusal of a parameter, or of a place in it, such as messages[0]."""
-  return Refusal(400, f"{where}: {said}.", re.split(r"[.\[]", where)[0], code)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ask:
-  """A checked request."""
-
-  is_chat: bool  # whether it came as messages
-  # A text, a conversation or token ids for each prompt.
-  inputs: tuple[str | tuple[int, ...], ...]
-  prompt: Prompt  # settings of all prompts; its text is not used
-  n: int = 1  # answers per prompt; answer i of all draws with seed + i
-  stream: bool = False  # send pieces of text as they are accepted
-  include_usage: bool = False  # a stream ends with a chunk that holds the usage
-  echo: bool = False  # answers begin with their prompt
-  # Number of alternatives per token; None for no log-probabilities.
-  top_logprobs: int | None = None
-  # Its answers use only entries of the n-gram cache with the same text.
-  cache_salt: str = ""
+  return Refusal(400, f"{where}: {message}.", param, code)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -112,275 +89,302 @@ def read_object(body: bytes) -> dict[str, Any]:
     reason = next(iter(str(error).splitlines()), "nested too deeply")
     raise Refusal(400, f"the body is not JSON: {reason}.") from None
   if not isinstance(fields, dict):
-    raise Refusal(400, f"the body is a {_kind(fields)}, expected an object.")
+    raise Refusal(400, f"the body is {_shown(fields)}, expected an object.")
   return fields
-
-
-def read_ask(
-  fields: Mapping[str, Any],
-  is_chat: bool,
-  model: str,
-  defaults: SamplingConfig,
-  record_top_k: int = 0,
-) -> Ask:
-  """Checks a request for completions, or for chat completions if `is_chat`.
-
-  `defaults` is the sampling of requests that state none. Only `record_top_k` entries of
-  the target's distributions are kept, so no more alternatives per token can be
-  returned.
-
-  Raises:
-    Refusal: a parameter is wrong, missing, unknown or not supported.
-  """
-  given = _supported(fields, _CHAT if is_chat else _COMPLETION)
-  check_model(given, model)
-  if is_chat and "messages" not in given:
-    raise _wrong("messages", "missing; expected a list of messages")
-  inputs = (read_messages(given["messages"]),) if is_chat else _prompts(given)
-  n = given.get("n", 1)
-  if n * len(inputs) > MAX_CHOICES:
-    asked = f"n = {n} for {len(inputs)} prompts"
-    expected = f"at most {MAX_CHOICES} answers in one request"
-    raise _wrong("n", f"received {asked}, expected {expected}")
-  ask = Ask(
-    is_chat=is_chat,
-    inputs=inputs,
-    prompt=_settings(given, defaults),
-    n=n,
-    stream=given.get("stream", False),
-    include_usage=_include_usage(given),
-    echo=given.get("echo", False),
-    top_logprobs=_top_logprobs(given, is_chat, record_top_k),
-    cache_salt=given.get("cache_salt", ""),
-  )
-  if ask.top_logprobs is not None and (ask.stream or ask.echo):
-    other = "stream" if ask.stream else "echo"
-    raise _wrong("logprobs", f"not supported together with {other}; leave one out")
-  if ask.echo and not all(isinstance(one, str) for one in inputs):
-    raise _wrong("echo", "expected a prompt of text, not of token ids")
-  return ask
-
-
-def check_model(given: Mapping[str, Any], model: str) -> None:
-  """Raises Refusal if a request names another model than the served one."""
-  asked = given.get("model", model)
-  if asked != model:
-    raise Refusal(
-      404, f"model: received {asked!r}, expected {model!r}.", "model", "model_not_found"
-    )
 
 
 # --- Parameters -----------------------------------------------------------------------
 
 
-def _is_in(value: Any, kinds: Any, low: float, high: float) -> bool:
-  return (
-    isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+def _without_effect(values: Sequence[Any]) -> Any:
+  """Returns the type of a parameter that has only values without effect."""
+
+  def check(value: Any) -> Any:
+    if value not in values:
+      expected = " or ".join(json.dumps(one) for one in values)
+      raise PydanticCustomError("without_effect", expected)  # pyright: ignore
+    return value
+
+  shape = pydantic.WithJsonSchema({"enum": [*values, None]})
+  return Annotated[Any, AfterValidator(check), shape]
+
+
+class Body(pydantic.BaseModel):
+  """A JSON object in which null means that a parameter is not given."""
+
+  model_config = pydantic.ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+  model: str | None = None
+
+
+_others: dict[str, Any] = {
+  **{name: (_without_effect(values), None) for name, values in NEUTRAL.items()},
+  **dict.fromkeys(sorted(IGNORED), (Any, None)),
+}
+_Others = pydantic.create_model("_Others", __base__=Body, **_others)
+
+Text = Annotated[str, Field(pattern=r"\S")]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Tokens = Annotated[TokenIds, Field(min_length=1)]
+_Stop = Annotated[str, Field(min_length=1)]
+_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+
+
+class StreamOptions(pydantic.BaseModel):
+  """How a stream ends, and a padding that it never has."""
+
+  model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+  include_usage: bool = False
+  include_obfuscation: bool = False
+
+
+class Parameters(_Others):
+  """The parameters that both kinds of requests have."""
+
+  model_config = pydantic.ConfigDict(extra="forbid")
+  max_tokens: int | None = Field(None, ge=1)
+  temperature: float | None = Field(None, ge=0, le=100)
+  top_p: float | None = Field(
+    None, ge=1e-30, le=1, description="a number above 0, at most 1"
+  )
+  top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+  min_p: float | None = Field(None, ge=0, le=1)
+  repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3)
+  seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+  stop: _Stop | _Stops = Field(
+    [], description=f"a non-empty text, or a list of up to {MAX_STOPS}"
+  )
+  n: int = Field(1, ge=1, le=MAX_CHOICES)
+  stream: bool = False
+  stream_options: StreamOptions | None = Field(None, description="an object")
+  learn: bool = True
+  speculative: bool = True
+  cache_salt: str | None = Field(None, min_length=1)
+
+  @property
+  def include_usage(self) -> bool:
+    """Whether a stream ends with a chunk that holds the usage."""
+    return self.stream_options is not None and self.stream_options.include_usage
+
+  def settings(self, defaults: SamplingConfig) -> Prompt:
+    """Returns the settings as a prompt without text; `defaults` fill the gaps."""
+    names = {field.name for field in dataclasses.fields(Prompt)}
+    own = {name: getattr(self, name) for name in names & self.model_fields_set}
+    # A request without a seed gets a random one, as in OpenAI's API.
+    settings = {**vars(defaults), "seed": secrets.randbits(32), **own}
+    settings["seed"] %= 2**32
+    settings["top_k"] = max(settings["top_k"], 0)
+    settings["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    longest = getattr(self, "max_completion_tokens", None) or self.max_tokens
+    return Prompt(**{"text": "-", "max_new_tokens": longest, **settings})
+
+
+class Completion(Parameters):
+  """The parameters of /v1/completions."""
+
+  is_chat: ClassVar[bool] = False
+  prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1)] = Field(
+    description="a text, token ids, or a list of either, none of them empty"
+  )
+  echo: bool = False
+  logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+
+  @property
+  def inputs(self) -> tuple[str | tuple[int, ...], ...]:
+    """The prompts: texts or token ids."""
+    is_single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+    prompts: Any = [self.prompt] if is_single else self.prompt
+    return tuple(one if isinstance(one, str) else tuple(one) for one in prompts)
+
+  @property
+  def top(self) -> int | None:
+    """The number of alternatives per token; None for no log-probabilities."""
+    return self.logprobs
+
+
+class Part(pydantic.BaseModel):
+  """A part of a message."""
+
+  type: Literal["text"]
+  text: str
+
+
+class Message(pydantic.BaseModel):
+  """One turn of a conversation; other fields are not read."""
+
+  role: Literal["system", "developer", "user", "assistant"]
+  content: str | list[Part] = Field(
+    description="a text, or a list of parts of type text"
   )
 
-
-def _number(low: float, high: float, text: str) -> tuple[Callable[[Any], bool], str]:
-  return lambda x: _is_in(x, int | float, low, high), text
-
-
-def _integer(low: float, high: float, text: str) -> tuple[Callable[[Any], bool], str]:
-  return lambda x: _is_in(x, int, low, high), text
-
-
-def _is_stop(value: Any) -> bool:
-  texts = [value] if isinstance(value, str) else value
-  return (
-    isinstance(texts, list)
-    and len(texts) <= MAX_STOPS
-    and all(isinstance(text, str) and text for text in texts)
-  )
+  @property
+  def text(self) -> str:
+    """The whole content."""
+    if isinstance(self.content, str):
+      return self.content
+    return "".join(part.text for part in self.content)
 
 
-_FLAG = (lambda x: isinstance(x, bool), "true or false")
-_COUNT = _integer(1, math.inf, "an integer >= 1")
-# Parameters that are used: a check and what it expects.
-_COMMON: dict[str, tuple[Callable[[Any], bool], str]] = {
-  "model": (lambda x: isinstance(x, str), "a text"),
-  "max_tokens": _COUNT,
-  "temperature": _number(0, 100, "a number in 0..100"),
-  "top_p": _number(1e-30, 1, "a number above 0, at most 1"),
-  "top_k": _integer(-1, 2**31 - 1, "an integer >= 0, or -1 for all tokens"),
-  "min_p": _number(0, 1, "a number in 0..1"),
-  "repetition_penalty": _number(1e-3, 1e3, "a number in 0.001..1000"),
-  "seed": _integer(-(2**63), 2**63 - 1, "an integer of 64 bits"),
-  "stop": (_is_stop, f"a non-empty text, or a list of up to {MAX_STOPS}"),
-  "n": _integer(1, MAX_CHOICES, f"an integer in 1..{MAX_CHOICES}"),
-  "stream": _FLAG,
-  "stream_options": (lambda x: isinstance(x, dict), "an object"),
-  "learn": _FLAG,
-  "speculative": _FLAG,
-  "cache_salt": (lambda x: isinstance(x, str) and bool(x), "a non-empty text"),
-}
-_COMPLETION = _COMMON | {
-  "prompt": (lambda x: isinstance(x, str | list), "a text, token ids, or a list"),
-  "echo": _FLAG,
-  "logprobs": _integer(0, 20, "an integer in 0..20"),
-}
-_CHAT = _COMMON | {
-  "messages": (lambda x: isinstance(x, list) and x, "a list of messages"),
-  "max_completion_tokens": _COUNT,
-  "logprobs": _FLAG,
-  "top_logprobs": _integer(0, 20, "an integer in 0..20"),
-}
+_Messages = Annotated[list[Message], Field(min_length=1)]
 
 
-def _supported(fields: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the parameters that are used; null means that one is not given."""
-  given = {}
-  for name, value in fields.items():
-    if value is None or name in IGNORED:
-      continue
-    if name in known:
-      holds, expected = known[name]
-      if not holds(value):
-        raise _wrong(name, f"received {_shown(value)}, expected {expected}")
-      given[name] = value
-    elif name in NEUTRAL:
-      if value not in NEUTRAL[name]:
-        expected = " or ".join(json.dumps(one) for one in NEUTRAL[name])
-        said = f"not supported; leave it out, or give {expected}"
-        raise _wrong(name, said, "unsupported_parameter")
-    else:
-      if name == "tenant":
-        said = "tenant: no such parameter; cache_salt keeps the n-gram cache apart"
-        raise Refusal(400, f"{said}.", name, "unknown_parameter")
-      close = difflib.get_close_matches(name, known, 1)
-      hint = f"; did you mean {close[0]}?" if close else "; leave it out."
-      said = f"{name[:80]}: no such parameter{hint}"
-      raise Refusal(400, said, name[:80], "unknown_parameter")
-  return given
+class Chat(Parameters):
+  """The parameters of /v1/chat/completions."""
+
+  is_chat: ClassVar[bool] = True
+  echo: ClassVar[bool] = False
+  messages: _Messages = Field(description="a list of messages")
+  max_completion_tokens: int | None = Field(None, ge=1)
+  logprobs: bool = False
+  top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+
+  @property
+  def inputs(self) -> tuple[str, ...]:
+    """The conversation."""
+    return (conversation(self.messages),)
+
+  @property
+  def top(self) -> int | None:
+    """The number of alternatives per token; None for no log-probabilities."""
+    return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def _settings(given: Mapping[str, Any], defaults: SamplingConfig) -> Prompt:
-  """Returns the settings of a request as a prompt without its text."""
-  if "max_tokens" in given and "max_completion_tokens" in given:
-    raise _wrong("max_tokens", "give max_completion_tokens or max_tokens")
-  names = ("temperature", "top_p", "min_p", "repetition_penalty")
-  settings: dict[str, Any] = {
-    name: float(given.get(name, getattr(defaults, name))) for name in names
-  }
-  stop = given.get("stop", ())
-  # Without a seed, every request draws anew, as OpenAI's API promises.
-  seed = given.get("seed", secrets.randbits(32))
-  return Prompt(
-    "-",
-    **settings,
-    top_k=max(given.get("top_k", defaults.top_k), 0),
-    seed=seed % 2**32,
-    max_new_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
-    stop=(stop,) if isinstance(stop, str) else tuple(stop),
-    learn=given.get("learn", True),
-    speculative=given.get("speculative", True),
-  )
+class Tokenize(Body):
+  """The parameters of /tokenize, which takes a prompt or messages."""
+
+  prompt: str | None = None
+  messages: _Messages | None = Field(None, description="a list of messages")
 
 
-def _include_usage(given: Mapping[str, Any]) -> bool:
-  options = given.get("stream_options", {})
-  if options and not given.get("stream", False):
-    raise _wrong("stream_options", "needs stream = true")
-  for name, value in options.items():
-    where = f"stream_options.{name[:80]}"
-    if name not in ("include_usage", "include_obfuscation"):
-      raise _wrong(where, "no such option")
-    if not isinstance(value, bool):
-      raise _wrong(where, f"received {_shown(value)}, expected true or false")
-  return options.get("include_usage", False)
+class Detokenize(Body):
+  """The parameters of /detokenize."""
+
+  tokens: TokenIds = Field(description="a list of token ids")
 
 
-def _top_logprobs(
-  given: Mapping[str, Any], is_chat: bool, record_top_k: int
-) -> int | None:
-  """Returns the number of alternatives per token, None for no log-probabilities."""
-  name = "top_logprobs" if is_chat else "logprobs"
-  asked = given.get(name, 0 if is_chat and given.get("logprobs") else None)
-  if is_chat and asked is not None and not given.get("logprobs"):
-    raise _wrong(name, "needs logprobs = true")
-  if asked and asked > record_top_k:
-    expected = f"at most {record_top_k}, DecodingConfig.record_top_k of this server"
-    raise _wrong(name, f"received {asked}, expected {expected}")
-  return asked
+Ask = Completion | Chat
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def _prompts(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
-  """Reads `prompt`: a text, token ids, or a list of either."""
-  prompt = given.get("prompt")
-  if prompt is None:
-    raise _wrong("prompt", "missing; expected a text or token ids")
-  is_single = isinstance(prompt, str) or (prompt and _is_tokens(prompt))
-  found = []
-  for one in [prompt] if is_single else prompt:
-    if isinstance(one, str):
-      found.append(_text(one, "prompt"))
-    elif _is_tokens(one) and one:
-      found.append(tuple(one))
-    else:
-      said = f"received {_shown(one)} in a list, expected texts or lists of token ids"
-      raise _wrong("prompt", said)
-  if not found:
-    raise _wrong("prompt", "received an empty list, expected a prompt")
-  return tuple(found)
+def read(kind: type[AnyBody], fields: Mapping[str, Any], model: str) -> AnyBody:
+  """Checks the body of a request to the served `model`.
 
-
-def _is_tokens(value: Any) -> bool:
-  return isinstance(value, list) and all(_is_in(x, int, 0, 2**31 - 1) for x in value)
-
-
-def read_messages(messages: Sequence[Any]) -> str:
-  """Returns a `chat.Conversation`, or the text of a single message of a user.
-
-  Anything but messages of text is refused.
+  Raises:
+    Refusal: a parameter is wrong, missing, unknown or not supported.
   """
-  read = [_message(index, message) for index, message in enumerate(messages)]
-  if read[-1]["role"] == "assistant":
-    raise _wrong("messages", "the last message is the assistant's, expected the user's")
-  if len(read) == 1 and read[0]["role"] == "user":
-    return _text(read[0]["content"], "messages")
-  return chat.Conversation(read)
+  values = {name: value for name, value in fields.items() if value is not None}
+  try:
+    body = kind.model_validate(values)
+  except pydantic.ValidationError as error:
+    raise _refusal(kind, values, error.errors(include_url=False)[0]) from None
+  if (name := body.model or model) != model:
+    message = f"model: received {_shown(name)}, expected {_shown(model)}."
+    raise Refusal(404, message, "model", "model_not_found")
+  return body
 
 
-def read_tokens(fields: Mapping[str, Any]) -> list[int]:
-  """Reads `tokens` of a request to detokenize; Refusal if they are not token ids."""
-  tokens = fields.get("tokens")
-  if tokens is None or not _is_tokens(tokens):
-    raise _wrong("tokens", "expected a list of token ids")
-  return tokens
+def _refusal(
+  kind: type[Body], fields: Mapping[str, Any], error: Mapping[str, Any]
+) -> Refusal:
+  """Returns the refusal for an error of pydantic."""
+  value: Any = fields
+  where, depth = "", 0
+  for part in error["loc"]:  # also names the types of a union, which are not places
+    is_name = isinstance(value, Mapping) and (
+      part in value or error["type"] == "missing"
+    )
+    if not is_name and not (isinstance(value, list) and isinstance(part, int)):
+      break
+    value, depth = value.get(part) if is_name else value[part], depth + 1
+    where += f".{str(part)[:80]}" if is_name else f"[{part}]"
+  where, name = where[1:], error["loc"][0]
+  if error["type"] == "extra_forbidden":
+    if depth > 1:
+      return _wrong(where, name, "no such option")
+    close = difflib.get_close_matches(name, kind.model_fields, 1)
+    hint = f"did you mean {close[0]}?" if close else "leave it out."
+    if name == "tenant":
+      hint = "cache_salt keeps the n-gram cache apart."
+    message = f"{where}: no such parameter; {hint}"
+    return Refusal(400, message, name[:80], "unknown_parameter")
+  if error["type"] == "without_effect":
+    message = f"not supported; leave it out, or give {error['msg']}"
+    return _wrong(where, name, message, "unsupported_parameter")
+  expected = error["msg"].removeprefix("Input should be ")
+  if depth == 1:
+    expected = _expected(kind.model_json_schema()["properties"][name])
+  elif where.endswith("content"):
+    expected = str(Message.model_fields["content"].description)
+  elif error["type"] == "model_type":
+    expected = "an object"
+  received = "missing" if error["type"] == "missing" else f"received {_shown(value)}"
+  return _wrong(where, name, f"{received}, expected {expected}")
 
 
-def _message(index: int, message: Any) -> dict[str, str]:
-  where = f"messages[{index}]"
-  if not isinstance(message, dict):
-    expected = "an object with role and content"
-    raise _wrong(where, f"received {_shown(message)}, expected {expected}")
-  role, content = message.get("role"), message.get("content")
-  role = "system" if role == "developer" else role
-  if role not in ("system", "user", "assistant"):
-    expected = "system, developer, user or assistant"
-    raise _wrong(f"{where}.role", f"received {_shown(role)}, expected {expected}")
-  if isinstance(content, list):
-    parts = [part if isinstance(part, dict) else {} for part in content]
-    texts = [part.get("text") for part in parts if part.get("type") == "text"]
-    if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
-      content = "".join(map(str, texts))
-  if not isinstance(content, str):
-    said = "expected a text, or a list of parts of type text"
-    raise _wrong(f"{where}.content", said)
-  return {"role": role, "content": content}
+def _expected(schema: Mapping[str, Any]) -> str:
+  """Returns what a JSON schema allows, in words."""
+  text, shape = schema.get("description"), schema.get("anyOf", [schema])[0]
+  low, high = shape.get("minimum"), shape.get("maximum", "")
+  limits = "" if low is None else f" in {low}..{high}" if high else f" >= {low}"
+  words = {
+    "boolean": "true or false",
+    "integer": f"an integer{limits}",
+    "number": f"a number{limits}",
+    "string": "a non-empty text" if shape.get("minLength") else "a text",
+  }
+  return text or words[shape["type"]]
 
 
-def _text(text: str, name: str) -> str:
-  if not text.strip():
-    raise _wrong(name, "received an empty text, expected a prompt")
-  return text
+def read_ask(
+  fields: Mapping[str, Any], is_chat: bool, model: str, record_top_k: int = 0
+) -> Ask:
+  """Checks a request for completions, or for chat completions if `is_chat`.
+
+  Only `record_top_k` entries of the target's distributions are kept, so no more
+  alternatives per token can be returned.
+
+  Raises:
+    Refusal: a parameter is wrong, missing, unknown or not supported.
+  """
+  ask = read(Chat if is_chat else Completion, fields, model)
+
+  def check(holds: Any, name: str, message: str) -> None:
+    if not holds:
+      raise _wrong(name, name, message)
+
+  count = len(ask.inputs)
+  expected = f"expected at most {MAX_CHOICES} answers in one request"
+  received = f"received n = {ask.n} for {count} prompts"
+  check(ask.n * count <= MAX_CHOICES, "n", f"{received}, {expected}")
+  name = "logprobs"
+  if isinstance(ask, Chat):
+    is_one = ask.max_tokens is None or ask.max_completion_tokens is None
+    check(is_one, "max_tokens", "give max_completion_tokens or max_tokens")
+    name, is_used = "top_logprobs", ask.top_logprobs is None or ask.logprobs
+    check(is_used, name, "needs logprobs = true")
+  is_used = not ask.stream_options or ask.stream
+  check(is_used, "stream_options", "needs stream = true")
+  expected = f"at most {record_top_k}, DecodingConfig.record_top_k of this server"
+  is_kept = (ask.top or 0) <= record_top_k
+  check(is_kept, name, f"received {ask.top}, expected {expected}")
+  other = "stream" if ask.stream else "echo"
+  is_alone = ask.top is None or not (ask.stream or ask.echo)
+  check(is_alone, "logprobs", f"not supported together with {other}; leave one out")
+  is_text = all(isinstance(one, str) for one in ask.inputs)
+  check(not ask.echo or is_text, "echo", "expected a prompt of text, not of token ids")
+  return ask
 
 
-def _kind(value: Any) -> str:
-  kinds = {list: "list", str: "text", bool: "boolean", type(None): "null"}
-  return kinds.get(type(value), "number")
+def conversation(messages: Sequence[Message]) -> str:
+  """Returns a `chat.Conversation`, or the text of a single message of a user."""
+  if messages[-1].role == "assistant":
+    message = "the last message is the assistant's, expected the user's"
+    raise _wrong("messages", "messages", message)
+  if len(messages) == 1 and messages[0].role == "user":
+    if not messages[0].text.strip():
+      raise _wrong("messages", "messages", "received an empty text, expected a prompt")
+    return messages[0].text
+  role = lambda one: one.role.replace("developer", "system")
+  return chat.Conversation([{"role": role(m), "content": m.text} for m in messages])
 
 
 def _shown(value: Any) -> str:
@@ -416,15 +420,15 @@ class Reply:
 
   def whole(self, choices: Sequence[Choice], metrics: Any) -> dict[str, Any]:
     """Returns the body of an answer that is not streamed."""
-    listed = []
+    parts = []
     for choice in choices:
       content = {"text": choice.text}
       if self._ask.is_chat:
         message = {"role": "assistant", "content": choice.text}
         content = {"message": {**message, "refusal": None}}
       part = {"index": choice.index, **content, "logprobs": choice.logprobs}
-      listed.append({**part, "finish_reason": choice.finish_reason})
-    return {**self._frame(self._kind, listed), **self._end(choices, metrics)}
+      parts.append({**part, "finish_reason": choice.finish_reason})
+    return {**self._frame(self._kind, parts), **self._end(choices, metrics)}
 
   def first_chunks(self) -> list[dict[str, Any]]:
     """Returns the chunks before any text: in a chat, the role of each answer."""
@@ -502,7 +506,7 @@ def log_probs(
 
   `chosen` [n] are those of the emitted tokens; `decode` returns the text of token ids.
   """
-  count = ask.top_logprobs or 0
+  count = ask.top or 0
   ids = np.asarray(done.batch.records.ids)[0, :, :count]
   values = np.asarray(done.batch.records.log_probs)[0, :, :count]
   # The text of a token depends on those before it, so it is read off the whole.
@@ -514,17 +518,17 @@ def log_probs(
     [(decode([token]), float(value)) for token, value in zip(*row, strict=True)]
     for row in zip(ids[: len(pieces)], values[: len(pieces)], strict=True)
   ]
-  found = chosen[: len(pieces)].tolist()
+  values = chosen[: len(pieces)].tolist()
   if not ask.is_chat:
     return {
       "tokens": pieces,
-      "token_logprobs": found,
+      "token_logprobs": values,
       "top_logprobs": [dict(row) for row in ranked] if count else None,
       "text_offset": [len(text) for text in texts[:-1]],
     }
   content = [
     {**_entry(*one), "top_logprobs": [_entry(*other) for other in row]}
-    for one, row in zip(zip(pieces, found, strict=True), ranked, strict=True)
+    for one, row in zip(zip(pieces, values, strict=True), ranked, strict=True)
   ]
   return {"content": content, "refusal": None}
 

@@ -38,7 +38,7 @@ from osd_serve.scheduler import (
 
 # Several rows, and updates that serving never waits for.
 DECODING = dataclasses.replace(server.DECODING, rows=4)
-LEARNING = dataclasses.replace(server.LEARNING, free_updates=True)
+LEARNING = LearningConfig(free_updates=True)
 PLAIN_SECONDS = 1.0  # for measuring plain steps at the start, without compiling
 FLOOR_EVERY = 4  # one of so many answers is measured with the first draft, too
 CALL_MS = 8.0  # a call that takes this long has no further rounds
@@ -145,7 +145,7 @@ class Service:
     vocabulary = self.server.pair.vocabulary
     # /v1/completions continues the text as it is; only a chat has a template.
     self._untemplated = dataclasses.replace(vocabulary, template=None)
-    self._plain: dict[int, tuple[RoundCosts, RoundCosts]] = {}
+    self._plain: dict[int, RoundCosts] = {}
     self.scheduler = Scheduler(
       self.server, config.places, self._finished, self.metrics.called
     )
@@ -176,8 +176,8 @@ class Service:
   def submit(self, ask: protocol.Ask) -> Call:
     """Queues the answers that a request asks for; raises as `Scheduler.submit`."""
     prompts = [self.encode(one, ask.is_chat) for one in ask.inputs]
-    salt = self._salt(ask.cache_salt)
-    return self.scheduler.submit(prompts, ask.prompt, ask.n, ask.stream, salt)
+    salt, settings = self._salt(ask.cache_salt), ask.settings(self.sampling)
+    return self.scheduler.submit(prompts, settings, ask.n, ask.stream, salt)
 
   async def choice(self, ask: protocol.Ask, event: Event) -> protocol.Choice:
     """Returns the finished answer of an event."""
@@ -186,7 +186,7 @@ class Service:
     text, found = job.text.finish(done.tokens)[0], None
     if ask.echo:
       text = f"{ask.inputs[job.index // ask.n]}{text}"
-    if ask.top_logprobs is not None:
+    if ask.top is not None:
       found = await asyncio.to_thread(self._log_probs, ask, done)
     return protocol.Choice(
       job.index, text, finish_reason(done), len(job.request.tokens), done, found
@@ -305,13 +305,18 @@ class Service:
     agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
     if pair.draft is not None:
       engine = self.server.engine
-      self._plain = measurement.plain_tables(engine, PLAIN_SECONDS)
+      buckets = engine.config.source_lengths
+      seconds = PLAIN_SECONDS / len(buckets)
+      self._plain = {
+        bucket: measurement.measure(engine, bucket, seconds, is_plain=True)
+        for bucket in buckets
+      }
       # Clients wait for every round of a slow target, so its calls are short.
-      step_ms = min(greedy.round_ms[0] for greedy, _ in self._plain.values())
+      step_ms = min(costs.rounds().item() for costs in self._plain.values())
       rounds = math.ceil(CALL_MS / step_ms)
       engine.watched_rounds = min(rounds, engine.watched_rounds)
 
-  def _salt(self, text: str) -> int:
+  def _salt(self, text: str | None) -> int:
     """Returns the salt of cache entries, 64 bits, for a request's `cache_salt`."""
     if not text:
       return 0
@@ -330,11 +335,11 @@ class Service:
     if not self._plain:
       return 0.0
     bucket = self.config.decoding.bucket(len(job.request.tokens))
-    costs = self._plain[bucket][job.request.sampling.needs_sampling]
+    costs, sampled = self._plain[bucket], job.request.sampling.needs_sampling
     # A call has this many rounds at most, because every request is watched.
     call_ms = costs.call_ms / self.server.engine.watched_rounds
     steps = job.plain_steps.items()
-    ms = sum(count * (costs.in_use(n).round_ms[0] + call_ms) for n, count in steps)
+    ms = sum(count * (costs.rounds(sampled, n).item() + call_ms) for n, count in steps)
     return (prefill_ms + ms) / 1e3
 
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from osd_jax.data.batches import EncodedExample
 from osd_jax.data.examples import TaskConfig, TaskExamples
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.distillation.schedule import WorthConfig
-from osd_jax.engine import measurement, server
+from osd_jax.distillation.update import UpdateConfig
+from osd_jax.engine import measurement
 from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, SamplingConfig
 from osd_jax.engine.server import DECODING, Server
 from osd_jax.loop import rows as rows_lib
@@ -37,10 +38,8 @@ WORTH_A_TRY = 1.03  # of the best measured speed: from there on a mixture is nam
 FOREIGN = 0.9  # share of the target's own tokens below which a log is another model's
 
 # Updates only where they pay.
-LEARNING = dataclasses.replace(
-  server.LEARNING,
-  update=dataclasses.replace(server.LEARNING.update, steps_per_update=8, num_replay=8),
-  schedule=WorthConfig(),
+LEARNING = LearningConfig(
+  update=UpdateConfig(steps_per_update=8, num_replay=8), schedule=WorthConfig()
 )
 
 
@@ -106,7 +105,9 @@ def advise(
   with progress.status(console, "compiling"):
     serving.warm_up(learn=True)
   bucket = config.decoding.bucket(len(examples[0].tokens))
-  costs = measurement.measure(serving, bucket, True, SamplingConfig(), console.print)
+  costs = measurement.measure_run(
+    serving, bucket, True, SamplingConfig(), console.print
+  )
   with progress.status(console, "scoring the answers with the target"):
     answers = scored(pair, examples, decoding)
   drafted = max(costs.online.num_draft_tokens)

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Set before the imports below, because jax and tensorflow read these variables on
 # import. Subprocesses inherit them. Tests spend most of their time in XLA's compiler,
-# which takes a quarter as long without optimisation and with the older emitters.
+# which takes a quarter as long without optimization and with the older emitters.
 _DEVICES = "--xla_force_host_platform_device_count"
 for _flag, _value in (
   ("--xla_cpu_use_fusion_emitters", "false"),
@@ -64,49 +64,37 @@ def few_memory_maps():
     gc.collect()
 
 
-DURATIONS = pathlib.Path(__file__).with_name("durations.csv")
-
-
-def recorded_durations() -> dict[tuple[str, str], float]:
-  """Seconds by (suite, test file), as `make durations` last recorded them."""
-  if not DURATIONS.exists():
-    return {}
-  rows = csv.reader(DURATIONS.read_text().splitlines()[1:])
-  return {(suite, file): float(seconds) for suite, file, seconds in rows}
+DURATIONS = pathlib.Path(__file__).with_name("durations.csv")  # suite, file, seconds
 
 
 def pytest_addoption(parser):
   parser.addoption(
-    "--record-durations",
-    metavar="SUITE",
-    help="record the seconds of every test file in tests/durations.csv",
+    "--suite", help="write the seconds of every test file to runs/durations/SUITE.csv"
   )
 
 
 def pytest_collection_modifyitems(items):
   """Starts the longest files first, so that two workers finish at the same time."""
   seconds: collections.Counter[str] = collections.Counter()
-  for (_, file), spent in recorded_durations().items():
-    seconds[file] += spent
+  for row in csv.DictReader(DURATIONS.read_text().splitlines()):
+    seconds[row["file"]] += float(row["seconds"])
   items.sort(key=lambda item: -seconds[item.location[0]])
 
 
-def pytest_terminal_summary(terminalreporter, config):
-  """Replaces the rows of one suite in tests/durations.csv, if asked to."""
-  suite = config.getoption("--record-durations")
-  if not suite:
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+  """Writes the seconds of a suite that was not interrupted; see `make durations`."""
+  suite = config.getoption("--suite")
+  if not suite or exitstatus > pytest.ExitCode.TESTS_FAILED:
     return
-  spent: collections.Counter[tuple[str, str]] = collections.Counter()
+  seconds: collections.Counter[str] = collections.Counter()
   for reports in terminalreporter.stats.values():
     for report in reports:
       if hasattr(report, "duration"):
-        spent[suite, report.location[0]] += report.duration
-  others = {key: sec for key, sec in recorded_durations().items() if key[0] != suite}
-  rows = sorted((others | spent).items(), key=lambda row: (row[0][0], -row[1]))
-  with DURATIONS.open("w", newline="") as out:
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("suite", "file", "seconds"))
-    writer.writerows((*key, f"{seconds:.1f}") for key, seconds in rows)
+        seconds[report.location[0]] += report.duration
+  path = ROOT / "runs" / "durations" / f"{suite}.csv"
+  path.parent.mkdir(exist_ok=True, parents=True)
+  rows = (f"{suite},{file},{spent:.1f}\n" for file, spent in seconds.most_common())
+  path.write_text("".join(rows))
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +122,7 @@ def priorities():
 
 
 @pytest.fixture(scope="module")
-def full_optimisation():
+def full_optimization():
   """Compiles with full optimisation, for tests that draw thousands of samples."""
   before = jax.config.read("jax_disable_most_optimizations")
   jax.config.update("jax_disable_most_optimizations", False)

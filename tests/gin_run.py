@@ -21,6 +21,7 @@ PretrainConfig:
   steps = %STEPS
 OptimizerConfig.total_steps = %STEPS
 OptimizerConfig.schedule = 'cosine'
+OptimizerConfig.warmup_steps = 0
 T5Config.mlp_activations = ['gelu', 'linear']
 train/BatchConfig.tasks = [@maths/TaskConfig(), @sql/TaskConfig()]
 train/BatchConfig.limit_rows = [1, 2]

@@ -1,6 +1,15 @@
 """Rows of metrics.jsonl with invented values."""
 
+import dataclasses
+from typing import Any
+
 from osd_jax.loop import rows
+
+
+def of_kind(kind: str, **fields: Any) -> Any:
+  """Returns a row with any fields, for tests of the file itself."""
+  made = dataclasses.make_dataclass("Made", list(fields), namespace={"kind": kind})
+  return made(**fields)
 
 
 def request(index: int = 0, **changes) -> rows.Request:

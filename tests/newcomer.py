@@ -136,16 +136,16 @@ def make_qwen(folder, width=32, heads=4, pairs=2, hidden=48, layers=2):
   from tokenizers import decoders, models, pre_tokenizers, trainers
 
   marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-  made = tokenizers.Tokenizer(models.BPE())
-  made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  made.decoder = decoders.ByteLevel()
+  tokenizer = tokenizers.Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
     vocab_size=384,
     special_tokens=marks,
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
-  made.train_from_iterator(TEXTS, trainer)
+  tokenizer.train_from_iterator(TEXTS, trainer)
   vocab, head = 512, width // heads
   shapes = {"model.norm.weight": (width,)}
   shapes |= {
@@ -186,31 +186,31 @@ def make_qwen(folder, width=32, heads=4, pairs=2, hidden=48, layers=2):
   )
   settings = {"eos_token": "<|im_end|>", "chat_template": template}
   files = {
-    "tokenizer.json": made.to_str().encode(),
+    "tokenizer.json": tokenizer.to_str().encode(),
     "tokenizer_config.json": json.dumps(settings).encode(),
   }
-  write_folder(folder, config, shapes, files, len(marks), made.get_vocab_size())
+  write_folder(folder, config, shapes, files, len(marks), tokenizer.get_vocab_size())
 
 
 # --- Commands -------------------------------------------------------------------------
 
 
 def osd(*words):
-  """Runs a command that must succeed in silence; returns what it prints."""
-  done = subprocess.run(["osd", *words], capture_output=True, text=True)
-  shown = f"osd {' '.join(words)}\n{done.stdout}{done.stderr}"
-  assert done.returncode == 0 and "Traceback" not in done.stderr, shown
+  """Runs a command that must succeed; returns its output."""
+  run = subprocess.run(["osd", *words], capture_output=True, text=True)
+  message = f"osd {' '.join(words)}\n{run.stdout}{run.stderr}"
+  assert run.returncode == 0 and "Traceback" not in run.stderr, message
   print(f"osd {' '.join(words)}", flush=True)
-  return done.stdout
+  return run.stdout
 
 
 def answers_of(*words):
   """The answers of `osd generate` as JSON objects."""
   lines = osd("generate", *words, "--format", "jsonl").splitlines()
-  found = [json.loads(line) for line in lines]
-  for answer in found:
+  answers = [json.loads(line) for line in lines]
+  for answer in answers:
     assert answer["tokens"] and "\u2047" not in answer["text"], answer
-  return found
+  return answers
 
 
 def main(start):
@@ -247,10 +247,10 @@ def main(start):
   frames = [(report.read_text(), width) for report in reports for width in (400, 1400)]
   grounds = set()
   for is_dark in (False, True):
-    found = browser.measured(frames, pathlib.Path.cwd(), is_dark)
-    assert [page["cut"] for page in found] == [[]] * len(frames), (reports, found)
-    grounds |= {(is_dark, page["ground"]) for page in found}
-  assert len(grounds) == 2, grounds  # one colour for each scheme
+    pages = browser.measured(frames, pathlib.Path.cwd(), is_dark)
+    assert [page["cut"] for page in pages] == [[]] * len(frames), (reports, pages)
+    grounds |= {(is_dark, page["ground"]) for page in pages}
+  assert len(grounds) == 2, grounds  # one color for each scheme
   print("reports: nothing is cut at 400 and 1400 pixels, in light and dark")
 
 

@@ -1,10 +1,10 @@
-"""Plants faults one at a time and checks that the tests catch each of them.
+"""Plants faults one at a time and checks that the tests catch every fault.
 
         python tests/planted_faults.py                 # all: an hour on two cores
         python tests/planted_faults.py adaptive.py     # by file or name
 
-A fault replaces a text of the package and names the tests that should fail. It is
-planted in a copy of the package, so the working tree never changes. The same tests must
+A fault replaces a text of a package and names the tests that should fail. It is
+planted in a copy of them, so the working tree never changes. The same tests must
 pass in a copy without the fault. `make test` and CI do not run this program.
 """
 
@@ -20,10 +20,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 900  # seconds for the tests of one fault; a hanging test counts as failed
-COPIED = (
-  *("osd_jax", "osd_serve", "osd_tools", "tests", "gin_configs", "docs"),
-  "pyproject.toml",
-)
+PACKAGES = ("osd_jax", "osd_serve", "osd_tools")
+COPIED = (*PACKAGES, "tests", "gin_configs", "docs", "pyproject.toml")
 
 
 class Fault(NamedTuple):
@@ -31,7 +29,7 @@ class Fault(NamedTuple):
 
   Attributes:
     name: what goes wrong.
-    right: a text that occurs once in the package.
+    right: a text that occurs once in the packages.
     wrong: the text that replaces it.
     tests: arguments of pytest, separated by spaces; `-k` takes one word.
   """
@@ -99,7 +97,7 @@ FAULTS = [
   ),
   Fault(
     "ages that are already drawn keep their weight",
-    "jax.lax.top_k(jnp.where(is_drawn, scores, -jnp.inf), count)[1]",
+    "jax.lax.top_k(jnp.where(ages < size, scores, -jnp.inf), count)[1]",
     "jax.random.randint(key, (count,), 0, jnp.maximum(size, 1))",
     BUFFER,
   ),
@@ -116,27 +114,35 @@ FAULTS = [
     LEARNER,
   ),
   Fault(
-    "a pause stores the level of the newer window only",
-    "_paused_at(state, _mean(older + newer))",
-    "_paused_at(state, _mean(newer) + 0.0)",
+    "an interval is counted from the start of the run",
+    "    is_due = state.finished - state.last_update >= self.update_interval\n"
+    "    if not is_due or not request.slices:",
+    "    is_due = state.finished >= self.update_interval\n"
+    "    if not is_due or not request.slices:",
     SCHEDULE,
   ),
   Fault(
-    "a resumption is not recorded as a change",
-    "paused=False, flat=0, changed=state.finished)",
-    "paused=False, flat=0)",
+    "a shift compares the last requests with a window that contains them",
+    "  newer, earlier = overlaps[-SHORT:], overlaps[:-SHORT]",
+    "  newer, earlier = overlaps[-SHORT:], overlaps",
     SCHEDULE,
   ),
   Fault(
-    "the schedule decides before a full window after a change",
-    "len(newer) == WINDOW and state.finished - state.changed >= WINDOW",
-    "len(newer) == WINDOW",
+    "a loss compares fewer tokens than a record has",
+    "  count = max(config.num_tokens, batch.records.ids.shape[-1])",
+    "  count = config.num_tokens",
+    "tests/distillation/test_subsample.py -k in_full",
+  ),
+  Fault(
+    "a shift needs no past",
+    "if len(earlier) >= SHORT else 0.0",
+    "if len(earlier) else 0.0",
     SCHEDULE,
   ),
   Fault(
     "the price of a probe ignores its tokens",
-    "costs.round_ms[1] - tokens * costs.round_ms[0]",
-    "costs.round_ms[1] - costs.round_ms[0]",
+    "costs.round_ms[1] - tokens * costs.resting_ms(state)",
+    "costs.round_ms[1] - costs.resting_ms(state)",
     CONTROLLER,
   ),
   Fault(
@@ -323,8 +329,8 @@ FAULTS = [
   ),
   Fault(
     "positions outside the mask are learnt",
-    "chosen = batch.mask & (batch.weight > 0)[:, None]",
-    "chosen = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
+    "is_read = batch.mask & (batch.weight > 0)[:, None]",
+    "is_read = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
     "tests/distillation/test_losses.py",
   ),
   Fault(
@@ -416,8 +422,8 @@ FAULTS = [
   ),
   Fault(
     "a probe prefills new requests for the draft at once",
-    "return self.state.is_drafting",
-    "return self.state.num_draft_tokens > 0",
+    "or self.controller.state.is_drafting",
+    "or self.controller.state.num_draft_tokens > 0",
     DRAFTING,
   ),
   Fault(
@@ -428,8 +434,8 @@ FAULTS = [
   ),
   Fault(
     "a resumed engine forgets which requests lack a prefill",
-    'kept = {name: value for name, value in saved.items() if name != "tag"}',
-    'kept = {"milliseconds": saved["milliseconds"]}',
+    'fields = {name: value for name, value in saved.items() if name != "tag"}',
+    'fields = {"number": saved["number"], "milliseconds": saved["milliseconds"]}',
     DRAFTING,
   ),
   # Checkpoints.
@@ -510,8 +516,8 @@ FAULTS = [
   ),
   Fault(
     "a short prompt is padded like a long one in flight",
-    "(batch,) = self._batches(taken, bucket)",
-    "(batch,) = self._batches(taken, self._bucket)",
+    "(batch,) = self._batches(slots, bucket)",
+    "(batch,) = self._batches(slots, self._bucket)",
     "tests/engine/test_engine.py -k padded",
   ),
   Fault(
@@ -547,8 +553,8 @@ FAULTS = [
   ),
   Fault(
     "the controller prices a single row like all rows",
-    "self._table = self.costs[bucket, is_sampled].in_use(len(rows))",
-    "self._table = self.costs[bucket, is_sampled]",
+    "self._table.rounds(is_sampled, len(rows))",
+    "self._table.rounds(is_sampled)",
     "tests/engine/test_controller.py -k pays_for_one",
   ),
   Fault(
@@ -728,9 +734,9 @@ FAULTS = [
     UPDATE,
   ),
   Fault(
-    "the gap uses all recent requests instead of a window",
-    "    gap = 1.0 - state.mean(RESUME_WINDOW)",
-    "    gap = 1.0 - _mean(state.recent)",
+    "the history of a schedule is longer than its window",
+    "state, finished=state.finished + 1, recent=recent[-SHORT:]",
+    "state, finished=state.finished + 1, recent=recent[-5 * SHORT :]",
     SCHEDULE,
   ),
   Fault(
@@ -825,8 +831,8 @@ FAULTS = [
   ),
   Fault(
     "cache_salt is not given to the engine",
-    "salt = self._salt(ask.cache_salt)",
-    'salt = self._salt("")',
+    "self._salt(ask.cache_salt)",
+    "self._salt(None)",
     f"{SERVING}privacy.py -k other_salt",
   ),
   Fault(
@@ -856,15 +862,15 @@ FAULTS = [
   ),
   Fault(
     "a request that must not draft is forgotten",
-    "request.sampling.settings(limit, request.speculative, request.cache_salt)",
-    "request.sampling.settings(limit, True, request.cache_salt)",
+    "draws.settings(limit, request.speculative, request.cache_salt)",
+    "draws.settings(limit, True, request.cache_salt)",
     f"{DRAFTING} -k must_not",
   ),
   Fault(
     "rows that must not draft count as drafting ones",
     "  if row in state.undrafted:\n    return 0.0\n",
     "",
-    f"{DRAFTING} -k worth_less",
+    f"{CONTROLLER} -k worth_less",
   ),
   Fault(
     "a cache is measured after it took the answer up",
@@ -964,14 +970,14 @@ FAULTS = [
 
 def main(words: list[str]) -> int:
   """Returns 1 if a fault survives or if tests fail without a fault, else 0."""
-  chosen = [
+  faults = [
     fault
     for fault in FAULTS
     if not words or any(word in f"{where(fault)} {fault.name}" for word in words)
   ]
   ready: dict[str, bool] = {}
   caught, total = collections.Counter(), collections.Counter()
-  for fault in chosen:
+  for fault in faults:
     if fault.tests not in ready:
       ready[fault.tests] = outcome(None, fault.tests) == "passed"
     started = time.perf_counter()
@@ -989,10 +995,11 @@ def main(words: list[str]) -> int:
 
 
 def where(fault: Fault) -> str:
-  """Returns the file of the package that contains the text of the fault."""
+  """Returns the file of a package that contains the text of the fault."""
   files = [
     str(path.relative_to(ROOT))
-    for path in sorted((ROOT / "osd_jax").rglob("*.py"))
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
     if fault.right in path.read_text()
   ]
   if len(files) != 1 or (ROOT / files[0]).read_text().count(fault.right) != 1:
@@ -1022,7 +1029,7 @@ def run(copy: Path, tests: str) -> str:
   }
   command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
   try:
-    done = subprocess.run(
+    tests_run = subprocess.run(
       [*command, *tests.split()],
       cwd=copy,
       env=environment,
@@ -1032,8 +1039,8 @@ def run(copy: Path, tests: str) -> str:
     )
   except subprocess.TimeoutExpired:
     return "failed"
-  known = {0: "passed", 1: "failed"}
-  return known.get(done.returncode, f"ended with {done.returncode}")
+  outcomes = {0: "passed", 1: "failed"}
+  return outcomes.get(tests_run.returncode, f"ended with {tests_run.returncode}")
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ ctypes.CDLL(None).malloc_stats()  # prints "Arena 0:", "Arena 1:", ...
 def test_threads_share_two_heaps_if_asked():
   def heaps(kind):
     command = [sys.executable, "-c", HEAPS, kind]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stderr.count("Arena ")
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    return process.stderr.count("Arena ")
 
   assert heaps("shared") <= 2 < heaps("own")
 
@@ -121,9 +121,9 @@ def test_memory_that_was_freed_is_returned():
 
   # Pieces below the size that glibc maps one by one; the last keeps the heap's end.
   pieces = [bytearray(100_000) for _ in range(1000)]
-  kept, before = pieces.pop(), resident()
+  values, before = pieces.pop(), resident()
   pieces.clear()
-  held = resident()
+  middle = resident()
   background.return_memory()
-  assert before - held < 50e6 < before - resident()
-  assert len(kept) == 100_000
+  assert before - middle < 50e6 < before - resident()
+  assert len(values) == 100_000

@@ -1,13 +1,19 @@
 """Configs validate themselves; errors name field, value and expectation."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Annotated
 
 import numpy as np
 import pytest
 
-from osd_jax import base
+from osd_jax import base, pairs
+from osd_jax.data.batches import BatchConfig
+from osd_jax.data.examples import TaskConfig
+from osd_jax.data.streams import StreamConfig
+from osd_jax.distillation import buffer, gate, learner, losses, optimizers, schedule
+from osd_jax.distillation import update as updates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +108,9 @@ def test_lists_become_tuples():
 
 
 def test_scalars_of_numpy_become_python_numbers():
-  made = Config(count=np.int64(2), rate=np.float32(0.5), flag=np.bool_(True))
-  assert (made.count, made.rate, made.flag) == (2, 0.5, True)
-  assert [type(v) for v in (made.count, made.rate, made.flag)] == [int, float, bool]
+  config = Config(count=np.int64(2), rate=np.float32(0.5), flag=np.bool_(True))
+  values = (config.count, config.rate, config.flag)
+  assert values == (2, 0.5, True) and list(map(type, values)) == [int, float, bool]
   with pytest.raises(base.InputError, match="Config.count: received 1.5, expected int"):
     Config(count=np.float32(1.5))
   assert base.is_count(np.uint32(1)) and not base.is_count(np.int32(0))
@@ -126,3 +132,91 @@ def test_config_cannot_override_post_init():
     class Unchecked(base.Config):
       def __post_init__(self):
         pass
+
+
+# ---- The configs of the project
+
+TASKS = tuple(TaskConfig(name, pattern="a.jsonl") for name in ("a", "b"))
+REQUIRED = {
+  TaskConfig: {"name": "a", "pattern": "a.jsonl"},
+  BatchConfig: {"tasks": TASKS},
+  StreamConfig: {"tasks": TASKS},
+}
+
+
+@pytest.mark.parametrize(
+  ("config", "fields", "message"),
+  [
+    (buffer.BufferConfig, {"capacity": 0}, "received 0"),
+    (buffer.BufferConfig, {"recency_half_life": 0.0}, "received 0.0"),
+    (gate.GateConfig, {"error_rate": 0.0}, "received 0.0"),
+    (learner.LearningConfig, {"seed": -1}, "received -1"),
+    (losses.LossConfig, {"divergence": "kl"}, "received 'kl'"),
+    (losses.LossConfig, {"jsd_beta": 1.0}, "received 1.0"),
+    (losses.LossConfig, {"positions": "errors"}, "received 'errors'"),
+    (losses.LossConfig, {"num_negatives": 4, "num_tokens": 0}, "received 4"),
+    (optimizers.OptimizerConfig, {"name": "adam"}, "received 'adam'"),
+    (optimizers.OptimizerConfig, {"learning_rate": 0.0}, "received 0.0"),
+    (optimizers.OptimizerConfig, {"clip_norm": 0.0}, "received 0.0"),
+    (optimizers.OptimizerConfig, {"schedule": "step"}, "received 'step'"),
+    (
+      optimizers.OptimizerConfig,
+      {"total_steps": 9, "warmup_steps": 9},
+      r"received 9, expected an integer above warmup_steps \(9\)",
+    ),
+    (
+      optimizers.OptimizerConfig,
+      {"total_steps": None, "schedule": "cosine"},
+      "received None",
+    ),
+    (schedule.ScheduleConfig, {"update_interval": 0}, "received 0"),
+    (schedule.ScheduleConfig, {"much_to_gain": -0.1}, "received -0.1"),
+    (schedule.WorthConfig, {"update_interval": 0}, "received 0"),
+    (schedule.WorthConfig, {"horizon": 1.5}, "received 1.5"),
+    (schedule.WorthConfig, {"trial_share": 1.0}, "received 1.0"),
+    (updates.UpdateConfig, {"steps_per_update": 0}, "received 0"),
+    (updates.UpdateConfig, {"num_replay": 0, "num_new": 0}, ".*expected num_new"),
+    (updates.UpdateConfig, {"ema_decay": 1.0}, "received 1.0"),
+    (updates.UpdateConfig, {"length_multiple": -1}, "received -1"),
+    (pairs.PairConfig, {"extra_ids": 1.5}, "received 1.5"),
+    (pairs.PairConfig, {"extra_ids": -1}, "received -1"),
+    (pairs.PairConfig, {"target": ""}, "received"),
+    (pairs.PairConfig, {"draft": None}, "received None"),
+    (pairs.PairConfig, {"draft_serving": True}, "received True"),
+    (pairs.PairConfig, {"dtype": "float64"}, "received 'float64'"),
+    (TaskConfig, {"name": ""}, "received"),
+    (TaskConfig, {"name": "a b"}, "received 'a b'"),
+    (TaskConfig, {"name": "ä"}, "received"),
+    (TaskConfig, {"preprocessor": "nope"}, ".*gsm8k"),
+    (TaskConfig, {"pattern": ""}, ".*expected a path"),
+    (TaskConfig, {"rows": 0}, "received 0"),
+    (TaskConfig, {"rows": 1.5}, ".*int"),
+    (TaskConfig, {"prompt": "question"}, ".*'question'.*in braces"),
+    (TaskConfig, {"reference": "{question"}, ".*in braces"),
+    (BatchConfig, {"tasks": ()}, "received"),
+    (BatchConfig, {"tasks": TASKS[:1] * 2}, ".*each of them once"),
+    (BatchConfig, {"source_length": 1}, "received 1"),
+    (BatchConfig, {"limit_rows": True}, "received True"),
+    (BatchConfig, {"limit_rows": (1, 0)}, "received"),
+    (BatchConfig, {"limit_rows": (1,)}, "received"),
+    (StreamConfig, {"tasks": ()}, "received"),
+    (StreamConfig, {"tasks": ("maths",)}, "received"),
+    (StreamConfig, {"tasks": TASKS[:1], "kind": "cyclic"}, ".*at least 2"),
+    (StreamConfig, {"kind": "random"}, ".*bursty"),
+    (StreamConfig, {"requests_per_task": 0}, "received 0"),
+    (StreamConfig, {"source_length": 1}, "received 1"),
+  ],
+)
+def test_config_errors_name_class_field_and_value(config, fields, message):
+  field = next(iter(fields))
+  with pytest.raises(base.InputError, match=rf"{config.__name__}\.{field}: {message}"):
+    config(**REQUIRED.get(config, {}) | fields)
+
+
+def test_fields_read_from_json_make_the_same_config():
+  config = learner.LearningConfig(
+    schedule=schedule.WorthConfig(horizon=7), gate=gate.GateConfig(0.05)
+  )
+  values = json.loads(json.dumps(dataclasses.asdict(config)))
+  assert base.from_json(values, learner.LearningConfig) == config
+  assert values["gate"] == {"error_rate": 0.05}

@@ -49,8 +49,8 @@ def full_after(patch, step):
 
 
 def steps(folder):
-  found = (path.name for path in (folder / "checkpoints").iterdir())
-  return sorted(int(name) for name in found if name.isdigit())
+  names = (path.name for path in (folder / "checkpoints").iterdir())
+  return sorted(int(name) for name in names if name.isdigit())
 
 
 def queries(folder):

@@ -11,13 +11,15 @@ from osd_jax import base, online
 from osd_jax import main as cli
 from osd_jax.data import examples
 from osd_jax.distillation import gate
-from osd_jax.engine import server
+from osd_jax.distillation.learner import LearningConfig
 from osd_jax.main import commands, settings
 from osd_jax.models import weights
 from osd_tools import pretrain, sizes
 
 FILES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.gin"))
 
+# Supervised training and a fixed corpus have settings of their own.
+OWN = ("optimizer", "update")
 # Values for required settings, by field name.
 FILLED = {
   "tasks": "[@filled/TaskConfig()]",
@@ -54,10 +56,10 @@ def filled(root: type, files: list[str]) -> object:
     try:
       return settings.load(root, files, [f"{k}={v}" for k, v in flags.items()])[0]
     except settings.ConfigError as error:
-      asked = re.findall(r"--gin\.(\S+?)=", str(error))
-      if not asked or set(asked) & set(flags):
+      missing = re.findall(r"--gin\.(\S+?)=", str(error))
+      if not missing or set(missing) & set(flags):
         raise
-      for name in asked:
+      for name in missing:
         flags[name] = FILLED.get(name.rpartition(".")[2], "'filled'")
   raise AssertionError(f"still something to fill: {flags}")
 
@@ -78,14 +80,14 @@ def test_every_gin_file_builds_a_config(name, written):
 
 @pytest.mark.parametrize("name", FILES)
 def test_comments_name_existing_fields(name):
-  known = {}
+  fields = {}
   for about in commands.COMMANDS.values():
     module = importlib.import_module(about.module)
     for config_name, reached in settings.configs(getattr(module, about.config)).items():
-      known[config_name] = base.field_types(reached)
+      fields[config_name] = base.field_types(reached)
   comments = "\n".join(re.findall(r"#.*", (CONFIGS / name).read_text()))
   for config, field in re.findall(r"\b(\w+Config)\.(\w+)", comments):
-    assert field in known[config], f"{config}.{field}"
+    assert field in fields[config], f"{config}.{field}"
 
 
 @pytest.mark.parametrize("command", commands.COMMANDS)
@@ -95,23 +97,23 @@ def test_run_files_do_not_change_defaults(command, written):
   root = config_class(name)
   assert root.__name__ == commands.COMMANDS[command].config
   library = written(LIBRARY, "library.gin")
-  built = filled(root, [written(f"include '{library}'"), name])
+  config = filled(root, [written(f"include '{library}'"), name])
   for field in dataclasses.fields(root):
-    if field.default is not dataclasses.MISSING and field.name != "optimizer":
-      assert getattr(built, field.name) == field.default, field.name
+    if field.default is not dataclasses.MISSING and field.name not in OWN:
+      assert getattr(config, field.name) == field.default, field.name
 
 
 def test_server_defaults_equal_the_demo():
   config, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"])
-  assert config.learning == server.LEARNING
+  assert config.learning == LearningConfig()
 
 
 @pytest.mark.parametrize("name", sizes.SIZES)
 def test_model_files_equal_the_published_sizes(name, written):
   file = f"models/{name.replace('-', '_').replace('.', '_')}.gin"
-  made = type(sizes.size(name)).__name__
+  name_of_class = type(sizes.size(name)).__name__
   run = written(RUN.replace("T5Config.mlp_act", "#"))
-  flag = f"PretrainConfig.model=@{made}()"
+  flag = f"PretrainConfig.model=@{name_of_class}()"
   assert load([run, file], [flag]).model == sizes.size(name)
 
 

@@ -10,10 +10,11 @@ import tiny_online
 from osd_jax import base, pairs, runs
 from osd_jax.distillation.learner import Learner, LearningConfig
 from osd_jax.engine import engine, requests
+from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, Request
 from osd_tools import replicas
 
-ADAPTIVE = engine.AdaptiveConfig(candidates=(0, 1))
-DECODING = engine.DecodingConfig(
+ADAPTIVE = AdaptiveConfig(candidates=(0, 1))
+DECODING = DecodingConfig(
   rows=1, num_draft_tokens=1, source_lengths=(8,), target_length=4
 )
 
@@ -37,7 +38,7 @@ def learner(loaded):
 def adaptive(loaded):
   models = loaded.target, loaded.target_params, loaded.draft, loaded.draft_params
   config = dataclasses.replace(DECODING, adaptive=ADAPTIVE)
-  engine.Engine(config, *models).run([engine.Request(np.asarray([5], np.int32))])
+  engine.Engine(config, *models).run([Request(np.asarray([5], np.int32))])
 
 
 def test_free_updates_are_refused(loaded, two):

@@ -15,13 +15,13 @@ from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.distillation import optimizers, update
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import weights
 from osd_jax.models.convert import hugging_face
 
 pytestmark = pytest.mark.slow
 
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   rows=2,
   num_draft_tokens=2,
   source_lengths=(16, tiny_online.SOURCE),
@@ -92,7 +92,9 @@ def test_offline_distillation_raises_overlap(pair, tmp_path):
     pair=pair,
     decoding=DECODING,
     steps=30,
-    update=update.UpdateConfig(optimizers.OptimizerConfig(learning_rate=1e-2)),
+    update=update.UpdateConfig(
+      optimizers.OptimizerConfig(learning_rate=1e-2, warmup_steps=0), num_replay=4
+    ),
     evaluate_every=15,
     run_directory=str(tmp_path / "run"),
   )

@@ -40,7 +40,7 @@ BY_HAND = pretrain.PretrainConfig(
   ),
   evaluation=BatchConfig(tasks=(task("m", "maths", "eval"),)),
   output="w.safetensors",
-  optimizer=OptimizerConfig(schedule="cosine", total_steps=7),
+  optimizer=OptimizerConfig(warmup_steps=0, schedule="cosine", total_steps=7),
   steps=7,
 )
 

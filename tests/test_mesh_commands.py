@@ -7,10 +7,10 @@ import tiny_online
 from osd_jax import evaluate, runs, sharding
 from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 
 MESHES = [(2, 2), (1, 4)]  # test_mesh_runs.py has (4, 1)
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   rows=4,
   num_draft_tokens=2,
   source_lengths=(tiny_online.SOURCE,),

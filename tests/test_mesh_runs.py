@@ -7,7 +7,7 @@ from whole_run import COUNT, INTERRUPTED, run
 
 from osd_jax import runs
 from osd_jax.costs.table import RoundCosts
-from osd_jax.engine import engine
+from osd_jax.engine.requests import AdaptiveConfig
 
 pytestmark = [
   pytest.mark.slow,
@@ -39,7 +39,7 @@ def test_run_continues_on_another_mesh(alone, lively_pair, tmp_path, mesh, other
 
 def test_adaptive_k_with_split_weights_matches_one_device(alone, lively_pair, tmp_path):
   """With these costs it drafts at first and decodes plainly later."""
-  chosen = engine.AdaptiveConfig(candidates=(0, 2), costs=(RoundCosts((1.0, 4.0)),))
+  chosen = AdaptiveConfig(candidates=(0, 2), costs=(RoundCosts((1.0, 4.0)),))
   found, updates = run(lively_pair, tmp_path / "run", (1, 4), adaptive=chosen)
   (row,) = runs.of_kind(list(runs.read(tmp_path / "run/metrics.jsonl")), "event")
   assert "its 2 heads" in row["text"]  # which cannot be split over four devices

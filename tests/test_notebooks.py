@@ -57,9 +57,9 @@ class Kernel(nbclient.NotebookClient):
     """Yields what the cells printed ("stream") or displayed ("image/png"), in order."""
     for cell in self.nb.cells:
       for output in cell.get("outputs", []):
-        shown = {output.output_type: output.get("text"), **output.get("data", {})}
-        if kind in shown:
-          yield shown[kind]
+        data = {output.output_type: output.get("text"), **output.get("data", {})}
+        if kind in data:
+          yield data[kind]
 
   def text(self):
     return "".join([*self.outputs("stream"), *self.outputs("text/plain")])
@@ -96,11 +96,11 @@ def test_stored_outputs_are_small_and_show_a_plot(path, repository):
   code = [cell for cell in book.cells if cell.cell_type == "code"]
   assert "%pip install" in code[0].source and "find_spec" in code[0].source
   outputs = [output for cell in code for output in cell.outputs]
-  shown = json.dumps(outputs)
-  assert not outputs or "image/png" in shown
-  assert len(shown) < 300_000 and str(repository.parent) not in shown
+  text = json.dumps(outputs)
+  assert not outputs or "image/png" in text
+  assert len(text) < 300_000 and str(repository.parent) not in text
   assert not {"error"} & {output.output_type for output in outputs}
-  assert not [word for word in ("Warning", "ipywidgets", "<iframe") if word in shown]
+  assert not [word for word in ("Warning", "ipywidgets", "<iframe") if word in text]
 
 
 def test_make_fork_writes_one_repository_into_every_notebook(repository, tmp_path):
@@ -149,13 +149,13 @@ def test_quick_start_speeds_up_and_keeps_texts(repository, execute, tmp_path):
     "version": again[0].draft_version,
   }"""
   kernel = execute(smaller(repository, "quick_start", ask))
-  asked = answer(kernel)
-  shipped, adapted, plain = asked["texts"]
+  result = answer(kernel)
+  shipped, adapted, plain = result["texts"]
   assert shipped == adapted == plain and len(set(plain)) == 4
-  drafted, undrafted = map(sum, asked["target_calls"])
+  drafted, undrafted = map(sum, result["target_calls"])
   assert drafted < undrafted / 2  # so the draft was used
   assert len(list(kernel.outputs("image/png"))) == 1
-  assert asked["updates"] >= 1 and asked["version"] >= 1
+  assert result["updates"] >= 1 and result["version"] >= 1
   assert (tmp_path / "runs" / "adapted_draft.safetensors").is_file()
   assert "Warning" not in kernel.text()
 

@@ -13,8 +13,9 @@ import tiny_pair
 from osd_jax import base, offline, runs, sharding
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.examples import topic_task
+from osd_jax.distillation import losses, optimizers
 from osd_jax.distillation import update as updates
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import weights
 from osd_jax.runs import corpus_rows
 
@@ -56,14 +57,20 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
     evaluation=generated("eval"),
     output=str(folder / "distilled.safetensors"),
     pair=tiny_pair.save_tiny_pair(folder),
-    decoding=engine.DecodingConfig(
+    decoding=DecodingConfig(
       rows=2,
       source_lengths=(48,),
       target_length=8,
       record_top_k=tiny_pair.VOCAB_SIZE,
     ),
     sample_source="mix_request",
-    update=updates.UpdateConfig(num_new=2, num_replay=2),
+    update=updates.UpdateConfig(
+      optimizers.OptimizerConfig(learning_rate=1e-3, warmup_steps=0),
+      losses.LossConfig("forward_kl", num_positions=0, num_tokens=0),
+      num_new=2,
+      num_replay=2,
+      ema_decay=0.0,
+    ),
     steps=12,
     evaluate_every=6,
     run_directory=str(folder / "run"),
@@ -96,12 +103,12 @@ def test_learning_raises_held_out_overlap(config, finished):
 
 
 def test_kept_texts_are_generated_once(config, finished, tmp_path, monkeypatch):
-  kept = dataclasses.replace(config, texts=str(tmp_path / "texts"))
+  names = dataclasses.replace(config, texts=str(tmp_path / "texts"))
   drafts = []
   for name in ("first", "second"):
     output = str(tmp_path / f"{name}.safetensors")
     changes = {"output": output, "run_directory": str(tmp_path / name)}
-    offline.run(dataclasses.replace(kept, **changes))
+    offline.run(dataclasses.replace(names, **changes))
     drafts.append(weights.load(output))
     monkeypatch.setattr(corpus_rows.CorpusRows, "add", None)  # for new rows
   drafts.append(weights.load(config.output))
@@ -145,23 +152,23 @@ def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch)
     run_directory=str(tmp_path / "r"),
     steps=3,
   )
-  batch, shown = offline.OfflineLoop._batch, []
+  batch, text = offline.OfflineLoop._batch, []
 
   def poisoned(loop, step):
-    shown.append(loop._figures())
-    found = batch(loop, step)
+    text.append(loop._figures())
+    result = batch(loop, step)
     factor = np.float32(np.nan if step == 1 else 1)
-    records = found.records.replace(log_probs=found.records.log_probs * factor)
-    return found.replace(records=records)
+    records = result.records.replace(log_probs=result.records.log_probs * factor)
+    return result.replace(records=records)
 
   monkeypatch.setattr(offline.OfflineLoop, "_batch", poisoned)
   offline.run(broken)
   assert rows_of(tmp_path / "r", "step")[-1]["skipped"] == 1
-  found = weights.load(broken.output)
-  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.params))
+  result = weights.load(broken.output)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.params))
   # The progress bar shows only values that are known.
-  assert "loss" not in shown[0] and "held-out overlap" in shown[0]
-  assert "nan" not in "".join(shown)
+  assert "loss" not in text[0] and "held-out overlap" in text[0]
+  assert "nan" not in "".join(text)
 
 
 def test_draft_with_broken_scores_is_not_written(config, tmp_path, monkeypatch):
@@ -190,7 +197,7 @@ def test_draft_with_broken_scores_is_not_written(config, tmp_path, monkeypatch):
     ("output", ""),
     # Would overwrite the initial draft.
     ("output", "shipped:demo_attached_draft.safetensors"),
-    ("decoding", engine.DecodingConfig(record_top_k=0)),
+    ("decoding", DecodingConfig(record_top_k=0)),
     ("corpus", dataclasses.replace(generated("train"), source_length=65)),
   ],
 )

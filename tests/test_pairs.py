@@ -18,7 +18,7 @@ import tiny_pair
 import osd_jax
 from osd_jax import base, pairs, sharding, testing
 from osd_jax.data import vocabulary as vocabularies
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import families, shapes, weights
 from osd_jax.models.convert import hugging_face
 
@@ -366,22 +366,6 @@ def test_mistyped_folder_is_refused_with_a_suggestion(tmp_path, monkeypatch):
     assert ("Hugging Face" in str(caught.value)) == (typed == "model")
 
 
-@pytest.mark.parametrize(
-  ("changes", "named"),
-  [
-    ({"extra_ids": 1.5}, "extra_ids"),
-    ({"extra_ids": -1}, "extra_ids"),
-    ({"target": ""}, "target"),
-    ({"draft": None}, "draft"),
-    ({"draft_serving": True}, "draft_serving"),
-    ({"dtype": "float64"}, "dtype"),
-  ],
-)
-def test_invalid_pair_settings_are_named(changes, named):
-  with pytest.raises(base.InputError, match=rf"PairConfig\.{named}: received"):
-    pairs.PairConfig(**changes)
-
-
 # ---- Decoder-only pairs
 
 
@@ -438,6 +422,6 @@ def test_state_layer_selects_the_states_of_an_attached_draft(llama_pair, tmp_pat
 
 
 def test_more_tokens_than_positions_are_refused(llama_pair):
-  long = engine.DecodingConfig(source_lengths=(200,), target_length=60)
+  long = DecodingConfig(source_lengths=(200,), target_length=60)
   with pytest.raises(base.InputError, match="260 tokens, but the target has 256"):
     osd_jax.Server(llama_pair, long)

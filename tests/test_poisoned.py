@@ -10,27 +10,25 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny_online
 import tiny_pair
 
 from experiments.poisoned_learning import run as poisons
-from osd_jax import metrics, online, pairs, runs, sharding
+from osd_jax import online, pairs, runs, sharding
 from osd_jax.distillation import buffer, gate
-from osd_jax.engine import engine
-from osd_jax.loop import meter
+from osd_jax.engine.requests import SamplingConfig
 from osd_jax.report import plots
 
 pytestmark = pytest.mark.slow
 
 PER_TASK = 20  # requests of each of the four topics: three alarm windows
 RATE = 3e-3  # learning rate of the healthy run
-SAMPLED = engine.SamplingConfig(temperature=0.8, seed=3)
+SAMPLED = SamplingConfig(temperature=0.8, seed=3)
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
+class Run:
   """A finished run: outputs by query, log rows by kind, and the text of the report."""
 
   outputs: dict
@@ -45,17 +43,10 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-  return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def twins(pair):
+def twins(lively_pair):
   """A draft equal to its target, as one object, so that runs share compiled code."""
-  found = pairs.load_pair(pair, sharding.make(sharding.PartitionConfig()))
-  return dataclasses.replace(
-    found, draft=found.target, draft_params=found.target_params
-  )
+  pair = pairs.load_pair(lively_pair, sharding.make(sharding.PartitionConfig()))
+  return dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +62,13 @@ def loaded(twins):
   )
 
 
-def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
+def serve(loaded, folder, rule="rejection", rate=RATE, **changes):
   config = tiny_online.config(
     loaded,
     folder / "run",
     compare_every=0,
     keep_drafts=False,
+    keep_outputs="ids",
     floor_metering=False,
     checkpoint_every=1000,
     **changes,
@@ -91,15 +83,7 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
       learning, update=dataclasses.replace(learning.update, optimizer=optimizer)
     ),
   )
-  outputs = {}
-  measure = meter.Meter.row
-
-  def note(meter, done, query, *arguments):
-    outputs[query.index] = done.tokens.tolist()
-    return measure(meter, done, query, *arguments)
-
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(meter.Meter, "row", note)
     patch.setattr(plots, "draw_plots", lambda *_: ([], ""))
     path = online.run(config).path
   rows = list(runs.read(path / "metrics.jsonl"))
@@ -107,7 +91,7 @@ def serve(pair, loaded, folder, rule="rejection", rate=RATE, **changes):
     [row for row in rows if row["kind"] == kind]
     for kind in ("request", "update", "alarm")
   )
-  return Ran(outputs, *kinds, (path / "report.html").read_text())
+  return Run(poisons.outputs_of(path), *kinds, (path / "report.html").read_text())
 
 
 def nan_in_a_row():
@@ -132,12 +116,12 @@ POISONS = {
 
 
 @pytest.fixture(scope="module")
-def make(pair, loaded, tmp_path_factory):
-  def made(poison=sound, **changes):
+def make(loaded, tmp_path_factory):
+  def run_with(poison=sound, **changes):
     with poison():
-      return serve(pair, loaded, tmp_path_factory.mktemp("run"), **changes)
+      return serve(loaded, tmp_path_factory.mktemp("run"), **changes)
 
-  return made
+  return run_with
 
 
 @pytest.fixture(scope="module")
@@ -162,18 +146,18 @@ def healthy(make):
 
 @pytest.mark.parametrize("name", POISONS)
 def test_poison_changes_no_greedy_output(frozen, poisoned, name):
-  found = poisoned[name]
-  assert found.updates and found.requests[-1]["draft_version"] > 0
-  assert found.outputs == frozen["greedy"].outputs
-  assert len(found.outputs) == 4 * PER_TASK
+  run = poisoned[name]
+  assert run.updates and run.requests[-1]["draft_version"] > 0
+  assert run.outputs == frozen["greedy"].outputs
+  assert len(run.outputs) == 4 * PER_TASK
 
 
 @pytest.mark.parametrize("name", POISONS)
 def test_poison_changes_no_coupled_output(frozen, make, name):
   poison, rate = POISONS[name]
-  found = make(poison, rate=rate, rule="coupling", sampling=SAMPLED)
-  assert found.requests[-1]["draft_version"] > 0
-  assert found.outputs == frozen["coupling"].outputs
+  run = make(poison, rate=rate, rule="coupling", sampling=SAMPLED)
+  assert run.requests[-1]["draft_version"] > 0
+  assert run.outputs == frozen["coupling"].outputs
 
 
 @pytest.mark.parametrize(
@@ -181,13 +165,13 @@ def test_poison_changes_no_coupled_output(frozen, make, name):
   [("greedy", {}), ("coupling", {"rule": "coupling", "sampling": SAMPLED})],
 )
 def test_poisoned_attached_draft_changes_no_output(
-  frozen, pair, tmp_path, name, changes
+  frozen, lively_pair, tmp_path, name, changes
 ):
-  attached = pairs.load_pair(tiny_online.attached(pair))
+  attached = pairs.load_pair(tiny_online.attached(lively_pair))
   with POISONS["shuffled"][0]():
-    found = serve(attached, attached, tmp_path, rate=10 * RATE, **changes)
-  assert found.requests[-1]["draft_version"] > 0
-  assert found.outputs == frozen[name].outputs
+    run = serve(attached, tmp_path, rate=10 * RATE, **changes)
+  assert run.requests[-1]["draft_version"] > 0
+  assert run.outputs == frozen[name].outputs
 
 
 def tokens_per_call(ran):
@@ -198,10 +182,10 @@ def tokens_per_call(ran):
 @pytest.mark.parametrize("name", POISONS)
 def test_gate_keeps_the_speed_of_the_frozen_draft(frozen, poisoned, make, name):
   poison, rate = POISONS[name]
-  found = make(poison, rate=rate, gate=gate.GateConfig())
-  assert found.outputs == frozen["greedy"].outputs
-  assert tokens_per_call(found) >= 0.95 * tokens_per_call(frozen["greedy"])
-  assert found.updates and "Gate: the first draft served all requests." in found.page
+  run = make(poison, rate=rate, gate=gate.GateConfig())
+  assert run.outputs == frozen["greedy"].outputs
+  assert tokens_per_call(run) >= 0.95 * tokens_per_call(frozen["greedy"])
+  assert run.updates and "Gate: the first draft served all requests." in run.page
   # Negative control: without the gate, poison costs speed. Rows with NaN do not, since
   # their steps are skipped.
   if name != "nan":
@@ -211,8 +195,8 @@ def test_gate_keeps_the_speed_of_the_frozen_draft(frozen, poisoned, make, name):
 def test_outputs_under_rejection_change_with_the_draft(frozen, make):
   """Negative control: rejection keeps the distribution, but not the tokens."""
   poison, rate = POISONS["shuffled"]
-  found = make(poison, rate=rate, sampling=SAMPLED)
-  assert found.outputs != frozen["rejection"].outputs
+  run = make(poison, rate=rate, sampling=SAMPLED)
+  assert run.outputs != frozen["rejection"].outputs
   assert frozen["rejection"].outputs != frozen["coupling"].outputs
 
 
@@ -228,35 +212,28 @@ def names_of(ran, active=True):
 
 
 def test_nan_raises_an_alarm_and_learning_continues(poisoned):
-  found = poisoned["nan"]
-  skipped = [row for row in found.updates if row["skipped"]]
-  assert skipped and len(skipped) < len(found.updates)
-  assert "update_not_finite" in names_of(found)
-  started = next(row for row in found.alarms if row["alarm"] == "update_not_finite")
+  run = poisoned["nan"]
+  skipped = [row for row in run.updates if row["skipped"]]
+  assert skipped and len(skipped) < len(run.updates)
+  assert "update_not_finite" in names_of(run)
+  started = next(row for row in run.alarms if row["alarm"] == "update_not_finite")
   assert started["finished"] == skipped[0]["finished"]
-  assert "Alarms: " in found.page and "update not finite from request" in found.page
+  assert "Alarms: " in run.page and "update not finite from request" in run.page
 
 
 def test_draft_that_is_never_accepted_raises_an_alarm(poisoned):
-  found = poisoned["rate x 1000"]
-  assert "acceptance_pinned_at_0" in names_of(found)
-  assert "acceptance pinned at 0 from request" in found.page
+  run = poisoned["rate x 1000"]
+  assert "acceptance_pinned_at_0" in names_of(run)
+  assert "acceptance pinned at 0 from request" in run.page
 
 
 def test_healthy_run_raises_no_poison_alarms(healthy):
   assert not {"acceptance_pinned_at_0", "update_not_finite"} & set(names_of(healthy))
 
 
-def test_draft_equal_to_the_target_raises_an_alarm(pair, twins, tmp_path):
-  found = serve(pair, twins, tmp_path, learn=False)
-  assert found.accepted(slice(None)) == 1.0
-  at = [row for row in found.alarms if row["alarm"] == "acceptance_pinned_at_1"]
+def test_draft_equal_to_the_target_raises_an_alarm(twins, tmp_path):
+  run = serve(twins, tmp_path, learn=False)
+  assert run.accepted(slice(None)) == 1.0
+  at = [row for row in run.alarms if row["alarm"] == "acceptance_pinned_at_1"]
   # At the end of the first window of 25 requests, and only once.
   assert [row["finished"] for row in at] == [25]
-
-
-def test_loops_are_logged_for_looping_outputs(frozen):
-  ran = frozen["greedy"]
-  for row in ran.requests:
-    assert row["loops"] == metrics.loops(np.array(ran.outputs[row["query"]]))
-  assert ("output_loops" in names_of(ran)) == any(row["loops"] for row in ran.requests)

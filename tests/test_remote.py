@@ -154,7 +154,7 @@ def start(address, steps=3, overwrite=False):
 def finished_run(address):
   """Makes a finished run; returns its local folder and the remote files."""
   with start(address) as run, runs.MetricsLog(run.metrics_path) as log:
-    log.write("request", {"index": 0})
+    log.append({"kind": "request", "index": 0})
     run.finish()
   return run.path, {name: BUCKET.cat(name) for name in BUCKET.find(address)}
 

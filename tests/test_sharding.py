@@ -14,12 +14,13 @@ from osd_jax import native, sharding, testing
 from osd_jax.decoding import accept, records
 from osd_jax.distillation import update
 from osd_jax.engine import engine, steps
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 from osd_tools import hlo
 
 TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
 FOUR = sharding.PartitionConfig(data=2, model=2)
 ALL_SPLIT = (FOUR, 0)  # splits drafts of any size
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   rows=2,
   num_draft_tokens=3,
   source_lengths=(8,),
@@ -52,9 +53,9 @@ def served(config, rule="rejection", temperature=0.0):
   decoding = dataclasses.replace(DECODING, acceptance_rule=rule)
   decoder = engine.Engine(decoding, TARGET, target, DRAFT, draft, partitioner)
   source, mask = testing.random_sources(5, 8, VOCAB, 0)
-  sampling = engine.SamplingConfig(temperature=temperature, seed=4)
+  sampling = SamplingConfig(temperature=temperature, seed=4)
   requests = [
-    engine.Request(row[keep], sampling.of_request(index))
+    Request(row[keep], sampling.of_request(index))
     for index, (row, keep) in enumerate(zip(source, mask, strict=True))
   ]
   return decoder, decoder.run(requests)
@@ -132,9 +133,7 @@ def rounds_of(config, record_top_k=8):
   partitioner, target, draft = placed(config)
   decoding = dataclasses.replace(DECODING, record_top_k=record_top_k)
   decoder = engine.Engine(decoding, TARGET, target, DRAFT, draft, partitioner)
-  state = (
-    decoder.state()[0]["rows"] if decoder.run([engine.Request([5, 6, 1])]) else None
-  )
+  state = decoder.state()[0]["rows"] if decoder.run([Request([5, 6, 1])]) else None
   arguments = (decoder.spec, 3, decoder.served, np.int32(4), state)
   text = steps.advance.lower(*arguments).compile().as_text()
   return hlo.HloProgram(text, branch=0)

@@ -1,4 +1,4 @@
-"""The benchmark of streams: fixed traces, and figures of known results."""
+"""The benchmark of streams: its traces never change, and the whole command."""
 
 import hashlib
 import json
@@ -25,12 +25,6 @@ DIGESTS = {
 }
 
 
-def result(*parts, trace="returns"):
-  """A run: (topic, tokens per call) of every request, with 12 tokens each."""
-  rows = [[topic, 12, 12 / rate, 10.0] for topic, rate in parts]
-  return {"trace": trace, "requests": rows}
-
-
 @pytest.mark.parametrize("name", run.TRACES)
 def test_a_trace_never_changes(name):
   queries = run.trace(name)
@@ -39,72 +33,50 @@ def test_a_trace_never_changes(name):
   assert len({query.prompt for query in queries}) == len(queries) == 400
 
 
-def test_a_shift_is_a_stretch_that_is_long_enough():
-  assert run.shifts(["a"] * 30 + ["b"] * 20) == [(30, 50)]
-  assert run.shifts(["a", "b"] * 20) == []
-  assert run.shifts(["a"] * 50) == []
+def result(*parts):
+  """A run: (topic, tokens per call, requests) of its parts, with 12 tokens each."""
+  rows = [[topic, 12, 12 / rate, 10.0] for topic, rate, n in parts for _ in range(n)]
+  return {"trace": "returns", "requests": rows}
 
 
-def test_recovery_counts_the_requests_until_a_run_is_as_good_as_the_oracle():
-  oracle = result(*[("a", 4)] * 30, *[("b", 4)] * 60)
-  slow = result(*[("a", 4)] * 30, *[("b", 2)] * 40, *[("b", 4)] * 20)
-  never = result(*[("a", 4)] * 30, *[("b", 2)] * 60)
-
-  def requests(one):
-    return run.figures(one, oracle=oracle)["requests to recover"]
-
-  assert requests(oracle) == run.RECENT // 2
-  assert 40 < requests(slow) <= 50
-  assert requests(never) == 60
-
-
-def test_what_a_topic_lost_is_seen_when_it_comes_again():
-  kept = result(*[("a", 4)] * 20, *[("b", 2)] * 20, *[("a", 4)] * 20)
-  lost = result(*[("a", 4)] * 20, *[("b", 4)] * 20, *[("a", 2)] * 20)
-  assert run.figures(kept)["kept at a return"] == 1
-  assert run.figures(lost)["kept at a return"] == 0.5
-  assert "kept at a return" not in run.figures(result(*[("a", 4)] * 40))
-
-
-def test_the_worst_stretch_is_not_hidden_by_the_mean():
-  floor = result(*[("a", 2)] * 400)
-  run_of = result(*[("a", 4)] * 300, *[("a", 1)] * 100)
-  found = run.figures(run_of, floor)
-  assert found["worst stretch over floor"] == 0.5
-  assert run.figures(floor, floor)["worst stretch over floor"] == 1
-
-
-def test_calls_are_verifications_or_tokens():
-  def calls(steps):
-    field = {"speculative_decoding": {"num_spec_steps": steps}}
-    return run.calls_of({"metrics": field, "usage": {"completion_tokens": 9}})
-
-  assert (calls(4), calls(0)) == (4, 9)
-  with pytest.raises(RuntimeError, match="num_spec_steps"):
-    run.calls_of({"usage": {"completion_tokens": 9}})
+def test_figures_of_runs_with_known_results():
+  oracle = result(("a", 4, 30), ("b", 4, 60))
+  slow = result(("a", 4, 30), ("b", 2, 40), ("b", 4, 20))
+  never = result(("a", 4, 30), ("b", 2, 60))
+  recovery = [
+    run.figures(one, oracle=oracle)["requests to recover"]
+    for one in (oracle, slow, never)
+  ]
+  assert recovery[0] == run.RECENT // 2 and recovery[2] == 60
+  assert 40 < recovery[1] <= 50
+  for rate in (4, 2):
+    returns = result(("a", 4, 20), ("b", 2, 20), ("a", rate, 20))
+    assert run.figures(returns)["kept at a return"] == rate / 4
+  # A bad stretch is not hidden by the mean.
+  floor, mixed = result(("a", 2, 400)), result(("a", 4, 300), ("a", 1, 100))
+  assert run.figures(mixed, floor)["worst stretch over floor"] == 0.5
 
 
 def test_results_are_measured_once_and_compared(tmp_path, monkeypatch, capsys):
-  """The whole command, with a server that is asked for nothing real."""
-  asked = []
+  """The whole command, with a server whose answers are made up."""
+  prompts, steps = [], 3
 
   def ask(url, body):
-    asked.append(body["messages"][0]["content"])
-    metrics = {"speculative_decoding": {"num_spec_steps": 3}}
-    usage = {"completion_tokens": 6}
-    body = {"metrics": metrics, "usage": usage}
+    prompts.append(body["messages"][0]["content"])
+    metrics = {"speculative_decoding": {"num_spec_steps": steps}}
+    body = {"metrics": metrics, "usage": {"completion_tokens": 6}}
     return http_load.Reply(0.0, 200, ended=0.01, body=body)
 
   monkeypatch.setattr(http_load, "ask", ask)
   monkeypatch.setattr(http_load, "send", lambda *_: (200, json.dumps({"version": "1"})))
-  command = ["run.py", "--url", "http://x:1", "--name", "ours", "--traces", "sharp"]
-  monkeypatch.setattr(
-    sys, "argv", [*command, "--per_topic", "5", "--out", str(tmp_path)]
-  )
+  command = "run.py --url http://x:1 --name ours --traces sharp --per_topic 5 --out"
+  monkeypatch.setattr(sys, "argv", [*command.split(), str(tmp_path)])
   run.main()
-  assert asked == [query.prompt for query in run.trace("sharp", 5)]
+  assert prompts == [query.prompt for query in run.trace("sharp", 5)]
   run.main()  # nothing is left to measure
-  assert len(asked) == 20
-  stored = json.loads((tmp_path / "sharp_ours.json").read_text())
-  assert np.asarray(stored["requests"], object)[:, 1:3].tolist() == [[6, 3]] * 20
+  assert len(prompts) == 20
+  rows = json.loads((tmp_path / "sharp_ours.json").read_text())["requests"]
+  assert np.asarray(rows, object)[:, 1:3].tolist() == [[6, 3]] * 20
   assert "tokens per call" in capsys.readouterr().out
+  with pytest.raises(RuntimeError, match="num_spec_steps"):
+    run.calls_of({"usage": {"completion_tokens": 9}})

@@ -15,7 +15,7 @@ import tiny_pair
 from osd_jax import online, pairs
 from osd_jax.data import batches, examples, streams
 from osd_jax.distillation import buffer, learner, optimizers, schedule, update
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import shapes, weights
 from osd_jax.models.shapes import AttachedConfig
 
@@ -71,17 +71,19 @@ def config(
     pair=pair
     if isinstance(pair, pairs.Pair)
     else dataclasses.replace(pair, draft_serving=SERVING),
-    decoding=engine.DecodingConfig(
+    decoding=DecodingConfig(
       rows=rows, num_draft_tokens=3, source_lengths=(SOURCE,), target_length=LENGTH
     ),
     learning=learner.LearningConfig(
       buffer=buffer.BufferConfig(capacity=32),
       update=update.UpdateConfig(
-        optimizer=optimizers.OptimizerConfig(learning_rate=1e-2),
+        optimizer=optimizers.OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        steps_per_update=2,
+        num_replay=4,
         length_multiple=LENGTH // 2,
         ema_decay=0.5,
       ),
-      schedule=schedule.ScheduleConfig(update_interval=INTERVAL),
+      schedule=schedule.ScheduleConfig(update_interval=INTERVAL, much_to_gain=0.0),
     ),
     warm_start=batches.BatchConfig(
       tasks=tasks("train", 3),
@@ -104,6 +106,9 @@ def config(
 
 
 if __name__ == "__main__":
-  folder, directory = sys.argv[1:]
+  folder, directory, *kind = sys.argv[1:]
   files = {n: str(Path(folder) / f"{n}.safetensors") for n in ("target", "draft")}
-  online.run(config(pairs.PairConfig(**files), Path(directory)))
+  pair = pairs.PairConfig(**files)
+  if kind == ["attached"]:
+    pair = attached(pair)
+  online.run(config(pair, Path(directory)))

@@ -44,7 +44,9 @@ def run(pair, folder, mesh, interrupted_at=None, goes_on_with=None, **decoding):
     learning=dataclasses.replace(
       config.learning,
       update=update.UpdateConfig(
-        optimizers.OptimizerConfig(learning_rate=1e-2), steps_per_update=1
+        optimizers.OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        steps_per_update=1,
+        num_replay=4,
       ),
     ),
     warm_start=None,

@@ -22,7 +22,8 @@ import rich.table
 from osd_jax import corpus, evaluate, pairs, sharding
 from osd_jax.data.batches import EncodedExample, read_corpus
 from osd_jax.decoding import accept
-from osd_jax.engine import agreement, engine
+from osd_jax.engine import agreement
+from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
 
@@ -32,12 +33,12 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 def measure(
   pair: pairs.Pair,
   asked: list[EncodedExample],
-  decoding: engine.DecodingConfig,
+  decoding: DecodingConfig,
   partition: sharding.PartitionConfig,
   temperature: float,
 ) -> dict[str, float]:
   """Measures acceptance, its theoretical values and the share equal to plain."""
-  requests = corpus.requests(asked, engine.SamplingConfig(temperature=temperature))
+  requests = corpus.requests(asked, SamplingConfig(temperature=temperature))
   # Records contain all tokens, so that the overlap is exact.
   whole = dataclasses.replace(decoding, record_top_k=pair.target.vocab_size)
   plain = corpus.plain_server(pair, whole, partition).run(requests)
@@ -53,32 +54,30 @@ def measure(
     server = Server(pair, config, partition=partition)
     server.run(requests[:2])  # compiles
     start = time.perf_counter()
-    answers[rule] = found = server.run(requests)
+    answers[rule] = finished = server.run(requests)
     seconds = time.perf_counter() - start
-    row[rule] = sum(d.accepted for d in found) / sum(d.drafted for d in found)
-    row[f"{rule}_tokens_per_call"] = tokens_per_call(found)
-    row[f"{rule}_ms_per_token"] = 1e3 * seconds / sum(len(d.tokens) for d in found)
-    both = zip(plain, found, strict=True)
+    row[rule] = sum(d.accepted for d in finished) / sum(d.drafted for d in finished)
+    row[f"{rule}_tokens_per_call"] = tokens_per_call(finished)
+    row[f"{rule}_ms_per_token"] = 1e3 * seconds / sum(len(d.tokens) for d in finished)
+    both = zip(plain, finished, strict=True)
     equal = [np.array_equal(a.tokens, b.tokens) for a, b in both]
     row[f"{rule}_equal_to_plain"] = float(np.mean(equal))
   ratio, error = gain(answers["block"], answers["rejection"])
   return {**row, "block_over_rejection": ratio, "standard_error": error}
 
 
-def tokens_per_call(answers: list[engine.Finished]) -> float:
+def tokens_per_call(answers: list[Finished]) -> float:
   """Returns emitted tokens per target call."""
-  calls = sum(done.target_calls for done in answers)
-  return sum(len(done.tokens) for done in answers) / calls
+  calls = sum(answer.target_calls for answer in answers)
+  return sum(len(answer.tokens) for answer in answers) / calls
 
 
-def gain(
-  answers: list[engine.Finished], others: list[engine.Finished]
-) -> tuple[float, float]:
+def gain(answers: list[Finished], others: list[Finished]) -> tuple[float, float]:
   """Returns the ratio of tokens per call, and its standard error over requests."""
 
   def influence(found):
-    tokens = np.array([len(done.tokens) for done in found])
-    calls = np.array([done.target_calls for done in found])
+    tokens = np.array([len(answer.tokens) for answer in found])
+    calls = np.array([answer.target_calls for answer in found])
     return tokens / tokens.sum() - calls / calls.sum()
 
   ratio = tokens_per_call(answers) / tokens_per_call(others)
@@ -87,14 +86,14 @@ def gain(
   return ratio, float(ratio * spread)
 
 
-def mean_overlap(pair: pairs.Pair, answers: list[engine.Finished]) -> float:
+def mean_overlap(pair: pairs.Pair, answers: list[Finished]) -> float:
   """Returns the mean of 1 - TV, after temperature, over all emitted positions."""
-  found = [
-    agreement.agreement(pair.draft, pair.draft_params, done.batch, done.settings)
-    for done in answers
+  rows = [
+    agreement.agreement(pair.draft, pair.draft_params, answer.batch, answer.settings)
+    for answer in answers
   ]
-  tokens = np.array([len(done.tokens) for done in answers])
-  rates = np.array([float(row.acceptance_rate[0]) for row in found])
+  tokens = np.array([len(answer.tokens) for answer in answers])
+  rates = np.array([float(row.acceptance_rate[0]) for row in rows])
   return float((tokens * rates).sum() / tokens.sum())
 
 
@@ -106,22 +105,22 @@ def main() -> None:
   parser.add_argument("--num_draft_tokens", type=int, help="K")
   parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
   parser.add_argument("--draft", help="weights file (default: shipped draft)")
-  given = parser.parse_args()
+  args = parser.parse_args()
   config, _ = settings.load(
     evaluate.CertifyConfig,
     ["experiments/certify_shipped.gin"],
-    [f"BatchConfig.limit_rows={-(-given.count // 4)}"],
+    [f"BatchConfig.limit_rows={-(-args.count // 4)}"],
   )
-  named = config.pair
-  if given.draft:
-    named = dataclasses.replace(named, draft=given.draft)
-  pair = pairs.load_pair(named, sharding.make(config.partition))
-  asked = read_corpus(config.prompts, pair.vocabulary, given.count) * given.repeats
+  files = config.pair
+  if args.draft:
+    files = dataclasses.replace(files, draft=args.draft)
+  pair = pairs.load_pair(files, sharding.make(config.partition))
+  prompts = read_corpus(config.prompts, pair.vocabulary, args.count) * args.repeats
   decoding = config.decoding
-  if given.num_draft_tokens is not None:
-    decoding = dataclasses.replace(decoding, num_draft_tokens=given.num_draft_tokens)
+  if args.num_draft_tokens is not None:
+    decoding = dataclasses.replace(decoding, num_draft_tokens=args.num_draft_tokens)
   console = rich.console.Console()
-  shown = {
+  columns = {
     "T": "temperature",
     "rejection": "rejection",
     "law": "rejection_law",
@@ -133,11 +132,11 @@ def main() -> None:
     "block over rejection": "block_over_rejection",
     "+-": "standard_error",
   }
-  table = rich.table.Table(*shown)
-  for temperature in given.temperatures:
-    row = measure(pair, asked, decoding, config.partition, temperature)
+  table = rich.table.Table(*columns)
+  for temperature in args.temperatures:
+    row = measure(pair, prompts, decoding, config.partition, temperature)
     console.print(json.dumps(row), soft_wrap=True)
-    table.add_row(*(f"{row[name]:.3f}" for name in shown.values()))
+    table.add_row(*(f"{row[name]:.3f}" for name in columns.values()))
   console.print(table)
 
 

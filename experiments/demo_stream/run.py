@@ -40,8 +40,8 @@ def ceiling(pair, answers, labels) -> dict[str, float]:
 
 def overlap(pair, params, answers, labels) -> dict[str, float]:
   """Returns the held-out overlap of a draft by topic."""
-  found = agreement.mean_agreement(pair.draft, params, answers)
-  return {labels[task]: row["distribution_overlap"] for task, row in found.items()}
+  rows = agreement.mean_agreement(pair.draft, params, answers)
+  return {labels[task]: row["distribution_overlap"] for task, row in rows.items()}
 
 
 def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
@@ -53,9 +53,9 @@ def held_out_answers(config: online.OnlineConfig, pair: pairs.Pair):
   )
   decoding = dataclasses.replace(config.decoding, rows=8)
   server = Server(pair, decoding, partition=config.partition)
-  asked = read_corpus(evaluation.evaluation, pair.vocabulary)
+  prompts = read_corpus(evaluation.evaluation, pair.vocabulary)
   labels = [task.label for task in evaluation.evaluation.tasks]
-  return server.run(corpus.requests(asked, config.sampling)), labels
+  return server.run(corpus.requests(prompts, config.sampling)), labels
 
 
 def served(
@@ -81,23 +81,23 @@ def served(
 def curves(path: pathlib.Path, level: dict[str, float]) -> dict[str, dict]:
   """Returns for each topic means, first and last 50, and requests to recover."""
   requests = [r for r in runs.read(path / "metrics.jsonl") if r["kind"] == "request"]
-  found = {}
+  by_label = {}
   for label, rows in tables.by_segment(requests):
     row = metrics.segment_summary(rows, 50)
     row["recovery"] = metrics.recovery_requests(
       [r["overlap"] for r in rows], level[label]
     )
-    found[label] = row
-  return found
+    by_label[label] = row
+  return by_label
 
 
 def forgetting(pair, path: pathlib.Path, shifts, answers, labels) -> dict[str, float]:
   """Returns the overlap that each topic lost between its end and the stream's end."""
   final = pair.load_draft(path / "draft.safetensors")
   at_end = overlap(pair, final, answers, labels)
-  kept = sorted((path / "drafts").glob("*.safetensors"))
+  files = sorted((path / "drafts").glob("*.safetensors"))
   lost = {}
-  for (_, label), file in zip(shifts, kept, strict=False):
+  for (_, label), file in zip(shifts, files, strict=False):
     then = overlap(pair, pair.load_draft(file), answers, labels)
     lost[label] = then[label] - at_end[label]
   return lost
@@ -112,17 +112,17 @@ def main() -> None:
   parser.add_argument(
     "--keep", type=pathlib.Path, help="file for the overlaps of seed 0"
   )
-  given = parser.parse_args()
+  args = parser.parse_args()
   console = rich.console.Console()
-  first, _ = settings.load(online.OnlineConfig, [given.gin_file], [])
+  first, _ = settings.load(online.OnlineConfig, [args.gin_file], [])
   pair = pairs.load_pair(first.pair, sharding.make(first.partition))
   answers, labels = held_out_answers(first, pair)
   level = ceiling(pair, answers, labels)
   frozen = overlap(pair, pair.draft_params, answers, labels)
   console.print(json.dumps({"held_out": {"frozen": frozen, "offline": level}}))
   results = []
-  for seed in range(given.seeds):
-    config, path = served(given.gin_file, seed, given.out)
+  for seed in range(args.seeds):
+    config, path = served(args.gin_file, seed, args.out)
     stream_shifts = shifts_of(config, pair)
     row = {
       "seed": seed,
@@ -131,8 +131,8 @@ def main() -> None:
     }
     console.print(json.dumps(row), soft_wrap=True)
     results.append(row)
-    if given.keep and not seed:
-      keep(path, stream_shifts, given.keep)
+    if args.keep and not seed:
+      keep(path, stream_shifts, args.keep)
   show(results, console)
 
 
@@ -156,9 +156,13 @@ def show(results: list[dict], console: rich.console.Console) -> None:
   """Prints mean and range over the seeds."""
 
   def spread(values) -> str:
-    known = [v for v in values if v is not None]
-    missing = len(list(values)) - len(known)
-    text = f"{np.mean(known):.3f} ({min(known):.3f}-{max(known):.3f})" if known else "-"
+    numbers = [v for v in values if v is not None]
+    missing = len(list(values)) - len(numbers)
+    text = (
+      f"{np.mean(numbers):.3f} ({min(numbers):.3f}-{max(numbers):.3f})"
+      if numbers
+      else "-"
+    )
     return text + (f", {missing} never" if missing else "")
 
   columns = (

@@ -5,7 +5,7 @@ prompt and continues from tokens. "states" is EAGLE's form: it also gets the tar
 state before each verified token. It is trained on these states only ("1 step"), or also
 on its own states within a draft ("3 steps"). Everything else is equal: layer size,
 head, embedding, rows, loss (forward KL over all tokens, at every position of an answer)
-and optimiser. The target answers held-out prompts; a draft of K tokens starts wherever
+and optimizer. The target answers held-out prompts; a draft of K tokens starts wherever
 the previous one ended.
 
 Serving the form "states" would have further costs: verification returns [B, K + 1, E],
@@ -83,7 +83,7 @@ class Form:
     init: (key) -> parameters.
     logits: (parameters, rows, steps) -> [R, T, V] for each step of a draft.
     taught: number of steps of a draft in the loss.
-    optimizer: the optimiser.
+    optimizer: the optimizer.
   """
 
   init: Callable[[jax.Array], Any]
@@ -110,25 +110,25 @@ class Judge:
     """Rows of texts [R, S], [R, T]."""
     mask = source != self._pad_id
     module, length = llama.Llama(self.config), source.shape[1]
-    tokens, positions, fed, found = module.apply(
+    tokens, positions, text_mask, outputs = module.apply(
       {"params": self.params}, source, mask, target, method=_all_states
     )
     # The last token of a prompt is the first decoder input, so the state before it is
     # that of the token before.
-    last = length - 1 - jnp.argmax(fed[:, :length][:, ::-1], axis=1)
-    end = jnp.take_along_axis(found, last[:, None, None], axis=1)
-    before = states.later(found, 1)
+    last = length - 1 - jnp.argmax(text_mask[:, :length][:, ::-1], axis=1)
+    end = jnp.take_along_axis(outputs, last[:, None, None], axis=1)
+    before = states.later(outputs, 1)
     before = jnp.concatenate([before[:, :length], end, before[:, length + 1 :]], axis=1)
     return Rows(
       source=source,
       source_mask=mask,
       target=target,
       mask=target != self._pad_id,
-      log_probs=jax.nn.log_softmax(self.logits(found[:, length:])),
+      log_probs=jax.nn.log_softmax(self.logits(outputs[:, length:])),
       before=before,
       tokens=tokens,
       positions=positions,
-      fed=fed,
+      fed=text_mask,
       target_states=families.encode_for_draft(
         self.config, self.frozen["encoder"], source, mask
       ),
@@ -142,14 +142,16 @@ class Judge:
 def _all_states(module: llama.Llama, source, mask, target):
   """The inputs of `Llama.score`, and the states after the last norm."""
   inputs = layers.inputs_of(target, llama.last_token(source, mask))
-  kept = llama.without_last(mask)
-  after = jnp.sum(kept, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(inputs.shape[1])
+  source_mask = llama.without_last(mask)
+  after = jnp.sum(source_mask, axis=1, dtype=jnp.int32)[:, None] + jnp.arange(
+    inputs.shape[1]
+  )
   tokens = jnp.concatenate([source, inputs], axis=1)
   positions = jnp.concatenate([llama.prompt_positions(mask), after], axis=1)
-  fed = jnp.concatenate([kept, jnp.ones(inputs.shape, bool)], axis=1)
+  text_mask = jnp.concatenate([source_mask, jnp.ones(inputs.shape, bool)], axis=1)
   embedded = module.token_embedder(tokens)
-  outputs, _ = module.decoder.over(embedded, fed, positions)
-  return tokens, positions, fed, module.decoder.decoder_norm(outputs[-1])
+  outputs, _ = module.decoder.over(embedded, text_mask, positions)
+  return tokens, positions, text_mask, module.decoder.decoder_norm(outputs[-1])
 
 
 def forms(judge: Judge, config: optimizers.OptimizerConfig) -> dict[str, Form]:
@@ -159,9 +161,9 @@ def forms(judge: Judge, config: optimizers.OptimizerConfig) -> dict[str, Form]:
 
   def by_prompt(params, rows: Rows, steps: int):
     whole = ours.join(params, judge.frozen)
-    given = (rows.source, rows.source_mask, rows.target)
+    text = (rows.source, rows.source_mask, rows.target)
     # Its output depends on tokens only, so it is the same at every step of a draft.
-    return [ours.score(whole, *given, target_states=rows.target_states)] * steps
+    return [ours.score(whole, *text, target_states=rows.target_states)] * steps
 
   theirs = states.States(
     judge.config.width, shape.width, shape.num_heads, shape.head_dim, shape.mlp_dim
@@ -171,8 +173,8 @@ def forms(judge: Judge, config: optimizers.OptimizerConfig) -> dict[str, Form]:
     embedded = judge.frozen["embedding"][rows.tokens]
     arguments = (embedded, rows.before, rows.positions, rows.fed)
     first = rows.source.shape[1]
-    said = theirs.apply({"params": params}, *arguments, first, steps)
-    return [judge.logits(state) for state in said]
+    outputs = theirs.apply({"params": params}, *arguments, first, steps)
+    return [judge.logits(state) for state in outputs]
 
   def init_states(key):
     wide = jnp.zeros((1, 2, judge.config.width))
@@ -195,16 +197,16 @@ def places(mask: jax.Array, step: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def learn(form: Form, params, state, rows: Rows):
-  """One optimiser step; returns loss, parameters and state."""
+  """One optimizer step; returns loss, parameters and state."""
 
   def loss(params):
     total = count = 0.0
     for step, logits in enumerate(form.logits(params, rows, form.taught)):
       ratio = rows.log_probs - jax.nn.log_softmax(logits)
       divergence = jnp.sum(jnp.exp(rows.log_probs) * ratio, axis=-1)
-      seen = places(rows.mask, step)
-      total += jnp.sum(jnp.where(seen, divergence, 0.0))
-      count += jnp.sum(seen)
+      where = places(rows.mask, step)
+      total += jnp.sum(jnp.where(where, divergence, 0.0))
+      count += jnp.sum(where)
     return total / count
 
   value, gradient = jax.value_and_grad(loss)(params)
@@ -236,25 +238,25 @@ def figures(form: Form, params, rows: Rows) -> dict[str, float]:
   """Overlap per drafted token, and tokens per target call."""
   overlap, right = map(np.asarray, judged(form, params, rows))
   mask = np.asarray(rows.mask)
-  found = {}
+  overlaps = {}
   for step in SHOWN:
-    seen = np.asarray(places(rows.mask, step - 1))
-    found[f"overlap, token {step}"] = float(overlap[step - 1][seen].mean())
+    where = np.asarray(places(rows.mask, step - 1))
+    overlaps[f"overlap, token {step}"] = float(overlap[step - 1][where].mean())
   lengths = mask.sum(axis=1)
   calls = [calls_of(right[:, row], length) for row, length in enumerate(lengths)]
-  found["tokens a call"] = float(lengths.sum() / np.sum(calls))
-  return found
+  overlaps["tokens a call"] = float(lengths.sum() / np.sum(calls))
+  return overlaps
 
 
 def answered(pair: pairs.Pair, config: offline.OfflineConfig, judge: Judge) -> Rows:
   """Held-out prompts with the target's own answers."""
-  asked = batches.read_corpus(config.evaluation, pair.vocabulary)
+  prompts = batches.read_corpus(config.evaluation, pair.vocabulary)
   server = corpus.plain_server(pair, config.decoding, config.partition)
-  done = server.run(corpus.requests(asked, config.sampling))
+  answers = server.run(corpus.requests(prompts, config.sampling))
   length, pad_id = config.decoding.target_length, pair.vocabulary.pad_id
-  source = np.full((len(done), config.evaluation.source_length), pad_id, np.int32)
-  target = np.full((len(done), length), pad_id, np.int32)
-  for row, (prompt, answer) in enumerate(zip(asked, done, strict=True)):
+  source = np.full((len(answers), config.evaluation.source_length), pad_id, np.int32)
+  target = np.full((len(answers), length), pad_id, np.int32)
+  for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
     source[row, : len(prompt.tokens)] = prompt.tokens
     target[row, : len(answer.tokens)] = answer.tokens
   return judge.rows(source, target)
@@ -263,7 +265,7 @@ def answered(pair: pairs.Pair, config: offline.OfflineConfig, judge: Judge) -> R
 def taught(
   form: Form, stream: training_batches.BatchStream, judge: Judge, steps: int, bar
 ) -> tuple[Any, Any]:
-  """Parameters and optimiser state after training on a corpus."""
+  """Parameters and optimizer state after training on a corpus."""
   params = form.init(jax.random.key(0))
   state = form.optimizer.init(params)
   for step in bar:
@@ -279,7 +281,7 @@ def taught(
 def step_ms(
   made: dict[str, Form], ends: dict[str, Any], rows: Rows
 ) -> dict[str, float]:
-  """Median CPU milliseconds of an optimiser step; the forms take turns."""
+  """Median CPU milliseconds of an optimizer step; the forms take turns."""
   times: dict[str, list[float]] = {name: [] for name in made}
   for _ in range(TURNS):
     for name, form in made.items():
@@ -306,12 +308,12 @@ def main() -> None:
   parser.add_argument("--steps", type=int, default=1500)
   parser.add_argument("--rows", type=int, nargs=4, default=[3000, 25, 3000, 25])
   parser.add_argument("--forms", nargs="+", help="some of them, by name")
-  given = parser.parse_args()
+  args = parser.parse_args()
   bindings = [
-    f"warm_start/BatchConfig.limit_rows={tuple(given.rows)}",
-    f"OptimizerConfig.total_steps={given.steps}",
+    f"warm_start/BatchConfig.limit_rows={tuple(args.rows)}",
+    f"OptimizerConfig.total_steps={args.steps}",
   ]
-  config, _ = settings.load(offline.OfflineConfig, [given.gin_file], bindings)
+  config, _ = settings.load(offline.OfflineConfig, [args.gin_file], bindings)
   pair = pairs.load_pair(config.pair, sharding.make(config.partition))
   judge = Judge(weights.load(config.pair.target), pair.vocabulary.pad_id)
   update = config.update
@@ -320,20 +322,20 @@ def main() -> None:
   )
   stream = training_batches.BatchStream(size, pair.vocabulary)
   held_out = answered(pair, config, judge)
-  made = chosen(forms(judge, update.optimizer), given.forms)
-  ends, found = {}, {}
+  by_name = chosen(forms(judge, update.optimizer), args.forms)
+  ends, rows_of = {}, {}
   console = rich.console.Console(stderr=True)
-  for name, form in made.items():
-    bar = rich.progress.track(range(given.steps), name, console=console)
-    ends[name] = taught(form, stream, judge, given.steps, bar)
+  for name, form in by_name.items():
+    bar = rich.progress.track(range(args.steps), name, console=console)
+    ends[name] = taught(form, stream, judge, args.steps, bar)
     count = sum(leaf.size for leaf in jax.tree.leaves(ends[name][0]))
-    found[name] = {"parameters": count, **figures(form, ends[name][0], held_out)}
+    rows_of[name] = {"parameters": count, **figures(form, ends[name][0], held_out)}
   rows = judge.rows(stream[0].source, stream[0].target)
-  for name, spent in step_ms(made, ends, rows).items():
-    found[name]["ms a step of 16 rows"] = spent
-  table = rich.table.Table("form", *next(iter(found.values())))
-  for name, row in found.items():
-    print(json.dumps({"form": name, "rows": given.rows, **row}))
+  for name, spent in step_ms(by_name, ends, rows).items():
+    rows_of[name]["ms a step of 16 rows"] = spent
+  table = rich.table.Table("form", *next(iter(rows_of.values())))
+  for name, row in rows_of.items():
+    print(json.dumps({"form": name, "rows": args.rows, **row}))
     table.add_row(name, *(f"{value:,.4g}" for value in row.values()))
   console.print(table)
 

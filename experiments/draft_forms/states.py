@@ -64,18 +64,18 @@ class States(nn.Module):
       started at t - n; it is undefined for t < n.
     """
     whole = self._inputs(embedded, before)
-    given = self._keys_values(whole)  # of the target's states
-    embedded, said, own = embedded[:, first:], [], []
+    from_target = self._keys_values(whole)  # of the target's states
+    embedded, outputs, previous = embedded[:, first:], [], []
     x = whole[:, first:]
     for step in range(steps):
       if step:
-        x = self._inputs(embedded, later(said[-1], 1))
-        own.append(self._keys_values(x))
-      x = x + self._attended(x, given, own, positions, mask, first)
+        x = self._inputs(embedded, later(outputs[-1], 1))
+        previous.append(self._keys_values(x))
+      x = x + self._attended(x, from_target, previous, positions, mask, first)
       h = self.mlp_norm(x)
       x = x + self.down(nn.gelu(self.gate(h)) * self.up(h))
-      said.append(self.outward(self.last_norm(x)))
-    return said
+      outputs.append(self.outward(self.last_norm(x)))
+    return outputs
 
   def _inputs(self, embedded, before):
     return self.inward(
@@ -95,19 +95,21 @@ class States(nn.Module):
     slots = jnp.arange(positions.shape[1])
     before = slots[None] <= (first + jnp.arange(count) - steps)[:, None]
     bias = self.distances[:, jnp.clip(apart, 0, FAR - 1)].swapaxes(0, 1)
-    seen = mask[:, None, None] & before[None, None]
+    visible = mask[:, None, None] & before[None, None]
     logits = jnp.einsum("bhtd,bhsd->bhts", query, given[0]) + bias
-    logits, values = [jnp.where(seen, logits, -1e9)], []
+    logits, values = [jnp.where(visible, logits, -1e9)], []
     for index, (keys, their_values) in enumerate(own):
       ago = steps - 1 - index  # distance to the position of that step
       product = jnp.sum(query * later(keys, ago, axis=2), axis=-1, keepdims=True)
       logits.append(product + self.distances[None, :, None, ago : ago + 1])
       values.append(later(their_values, ago, axis=2))
     weights = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1)
-    known = mask.shape[1]
-    context = jnp.einsum("bhts,bhsd->bhtd", weights[..., :known], given[1])
+    source_length = mask.shape[1]
+    context = jnp.einsum("bhts,bhsd->bhtd", weights[..., :source_length], given[1])
     for index, their_values in enumerate(values):
-      context += weights[..., known + index : known + index + 1] * their_values
+      context += (
+        weights[..., source_length + index : source_length + index + 1] * their_values
+      )
     return self.out(context.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 
   def _split(self, x):

@@ -14,7 +14,7 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.decoding import ngrams
-from osd_jax.engine import engine
+from osd_jax.engine.requests import Finished
 
 
 def calls(right: np.ndarray, drafted: int) -> int:
@@ -35,7 +35,7 @@ def calls(right: np.ndarray, drafted: int) -> int:
 def choose(
   target: base.Model,
   draft: tuple[base.Model, base.Params],
-  answers: Sequence[engine.Finished],
+  answers: Sequence[Finished],
   drafted: int,
   size: int,
 ) -> dict[str, list[int]]:
@@ -49,19 +49,19 @@ def choose(
     size: tokens of served answers that the cache keeps.
   """
   cache, params = ngrams.build(target, size), ngrams.empty(size)
-  found: dict[str, list[int]] = {"draft": [], "cache": [], "oracle of choice": []}
-  for done in answers:
-    source, emitted = jnp.asarray(done.batch.source), jnp.asarray(done.batch.target)
-    count = len(done.tokens)
+  counts: dict[str, list[int]] = {"draft": [], "cache": [], "oracle of choice": []}
+  for answer in answers:
+    source, emitted = jnp.asarray(answer.batch.source), jnp.asarray(answer.batch.target)
+    count = len(answer.tokens)
     right = {
       "draft": _right(*draft, source, emitted)[:count],
       "cache": _right(cache, params, source, emitted)[:count],
     }
     right["oracle of choice"] = right["draft"] | right["cache"]
     for name, where in right.items():
-      found[name].append(calls(where, drafted))
+      counts[name].append(calls(where, drafted))
     params = _absorbed(cache, params, source, emitted[0], jnp.int32(count))
-  return found
+  return counts
 
 
 def _right(model, params, source, emitted) -> np.ndarray:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import transformers
 
-from osd_jax.engine import engine
+from osd_jax.engine.requests import Request
 
 transformers.logging.set_verbosity_error()
 
@@ -16,7 +16,7 @@ class HuggingFace:
   def __init__(
     self,
     folder: str,
-    requests: Sequence[engine.Request],
+    requests: Sequence[Request],
     length: int,
     drafted: int,
     dtype: str = "float32",
@@ -54,7 +54,7 @@ class HuggingFace:
     for request in self._requests[start:stop]:
       prompt, before = torch.from_numpy(request.tokens)[None].long(), self._calls
       sampling = request.sampling
-      drawn = {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+      options = {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
       drafts = {"prompt_lookup_num_tokens": self._drafted} if self._drafted else {}
       drafts |= {"assistant_model": self._assistant} if self._assistant else {}
       text = self._model.generate(
@@ -63,7 +63,7 @@ class HuggingFace:
         do_sample=sampling.temperature > 0,
         max_new_tokens=self._length,
         repetition_penalty=1.0,
-        **(drawn if sampling.temperature > 0 else {}),
+        **(options if sampling.temperature > 0 else {}),
         **drafts,
       )
       self._counts.append((text.shape[1] - prompt.shape[1], self._calls - before))
@@ -73,6 +73,6 @@ class HuggingFace:
     return self._counts
 
   def close(self) -> dict[str, float]:
-    """Frees the model; there are no further figures."""
+    """Frees the model and returns an empty dict."""
     del self._model, self._assistant
     return {}

@@ -141,10 +141,10 @@ def in_turns(
       decoding = dataclasses.replace(config.decoding, cache_tokens=size)
       systems.rehearse(pair, dataclasses.replace(config, decoding=decoding))
   with tempfile.TemporaryDirectory() as folder:
-    made = {name: create(name, pair, config, pathlib.Path(folder)) for name in names}
-    serve = {name: system.serve for name, system in made.items()}
+    by_name = {name: create(name, pair, config, pathlib.Path(folder)) for name in names}
+    serve = {name: system.serve for name, system in by_name.items()}
     spent = accounts.by_blocks(serve, count, block)
-    for name, system in made.items():
+    for name, system in by_name.items():
       figures = system.close()
       course = {"block_ends": spent.block_ends, "seconds": spent.seconds[name]}
       figures |= {"per_request": system.per_request(), **course}
@@ -155,19 +155,19 @@ def summary(cell: Cell, labels: Sequence[str]) -> Cell:
   """Returns a cell with tokens per target call: in all, by topic and after shifts."""
   counts = cell["per_request"]
   places = {
-    label: [i for i, own in enumerate(labels) if own == label] for label in labels
+    label: [i for i, other in enumerate(labels) if other == label] for label in labels
   }
-  after = [place for found in list(places.values())[1:] for place in found[:EARLY]]
+  after = [place for group in list(places.values())[1:] for place in group[:EARLY]]
 
-  def per_call(found: Iterable[int]) -> float | None:
-    tokens, calls = (sum(counts[i][part] for i in found) for part in (0, 1))
+  def per_call(group: Iterable[int]) -> float | None:
+    tokens, calls = (sum(counts[i][part] for i in group) for part in (0, 1))
     return tokens / calls if calls else None
 
   cell = cell | {
     "tokens": sum(tokens for tokens, _ in counts),
     "tokens_per_call": per_call(range(len(counts))),
     "after_shifts": per_call(after),
-    "by_topic": {label: per_call(found) for label, found in places.items()},
+    "by_topic": {label: per_call(group) for label, group in places.items()},
   }
   if "seconds" in cell:
     cell["ms_per_token"] = 1e3 * cell["seconds"][-1] / cell["tokens"]
@@ -197,11 +197,11 @@ def measured(
   if (block or ORACLE in names) and PLAIN not in served:
     served = [PLAIN, *served]
   if block:
-    done = in_turns(served, pair, config, len(labels), block)
+    cells = in_turns(served, pair, config, len(labels), block)
   else:
-    done = one_by_one(served, pair, config, len(labels))
+    cells = one_by_one(served, pair, config, len(labels))
   total = 0.0
-  for name, figures, system in done:
+  for name, figures, system in cells:
     cell = summary(figures, labels)
     if name == PLAIN:
       total, answers = cell.get("ms_per_token", 0.0), system.answers
@@ -211,8 +211,13 @@ def measured(
       keep(name, cell)
     if name == PLAIN and ORACLE in names:
       draft = (pair.draft, pair.draft_params)
-      found = oracle.choose(pair.target, draft, answers, drafted, CACHE)[ORACLE]
-      counts = [(len(d.tokens), calls) for d, calls in zip(answers, found, strict=True)]
+      counts_of_oracle = oracle.choose(pair.target, draft, answers, drafted, CACHE)[
+        ORACLE
+      ]
+      counts = [
+        (len(d.tokens), calls)
+        for d, calls in zip(answers, counts_of_oracle, strict=True)
+      ]
       keep(ORACLE, summary({"per_request": counts}, labels))
 
 
@@ -225,11 +230,6 @@ def possible(
   if name == ASSISTED and not has_assistant:
     return False
   return name not in THEIRS or (traffic.PAIRS[stream] == "qwen" and rows == 1)
-
-
-def read(path: pathlib.Path) -> list[Cell]:
-  lines = path.read_text().splitlines() if path.exists() else []
-  return [json.loads(line) for line in lines]
 
 
 def write(path: pathlib.Path, common: Cell, name: str, cell: Cell) -> None:
@@ -248,18 +248,18 @@ def identity(cell: Mapping[str, Any]) -> tuple:
 def table(cells: Iterable[Cell]) -> rich.table.Table:
   """Returns the cells as a table."""
   names = ("after shifts", "updates", "ms a token", "over plain")
-  made = rich.table.Table("cell", "system", "tokens a call", *names)
-  shown = ("tokens_per_call", "after_shifts", "updates", "ms_per_token", "over_plain")
+  lines = rich.table.Table("cell", "system", "tokens a call", *names)
+  fields = ("tokens_per_call", "after_shifts", "updates", "ms_per_token", "over_plain")
   for cell in cells:
     where = f"{cell['stream']}, T {cell['temperature']}, {cell['rows']} row(s),"
     where += f" {cell['requests']} a topic, seed {cell['seed']}"
     where += ", by worth" * cell["by_worth"]
     where += f", {cell['draft']}" if cell.get("draft") else ""
-    values = (cell.get(name) for name in shown)
-    made.add_row(
+    values = (cell.get(name) for name in fields)
+    lines.add_row(
       where, cell["system"], *("" if v is None else f"{v:.3f}" for v in values)
     )
-  return made
+  return lines
 
 
 def options() -> argparse.ArgumentParser:
@@ -296,49 +296,49 @@ def options() -> argparse.ArgumentParser:
 
 
 def run(
-  given: argparse.Namespace,
+  args: argparse.Namespace,
   config_of: Callable[..., online.OnlineConfig] = traffic.config_of,
 ) -> None:
   """Measures the cells that `--out` does not have yet."""
   groups = itertools.product(
-    given.streams, given.temperatures, given.rows, range(given.seeds)
+    args.streams, args.temperatures, args.rows, range(args.seeds)
   )
   loaded: dict[str, pairs.Pair] = {}
   for stream, temperature, rows, seed in groups:
-    values = (stream, temperature, rows, given.requests, seed)
-    values += (given.by_worth, not given.untimed, " ".join(given.bindings))
+    values = (stream, temperature, rows, args.requests, seed)
+    values += (args.by_worth, not args.untimed, " ".join(args.bindings))
     is_qwen = traffic.PAIRS[stream] == "qwen"
-    values += (pathlib.Path(given.qwen_draft).name if is_qwen else "",)
+    values += (pathlib.Path(args.qwen_draft).name if is_qwen else "",)
     common = dict(zip(KEY, values, strict=True))
-    there = {identity(cell) for cell in read(given.out)}
-    has_assistant = pathlib.Path(given.qwen_draft).is_dir()
+    there = {identity(cell) for cell in measure.read(args.out)}
+    has_assistant = pathlib.Path(args.qwen_draft).is_dir()
     names = [
       name
-      for name in given.systems
+      for name in args.systems
       if possible(name, stream, temperature, rows, has_assistant)
       and identity(common | {"system": name}) not in there
     ]
     if not names:
       print(f"already measured: {common}", flush=True)
       continue
-    config = config_of(stream, given, temperature, rows, seed)
+    config = config_of(stream, args, temperature, rows, seed)
     kind = traffic.PAIRS[stream]
     if kind not in loaded:
-      loaded.clear()  # a large target is not kept beside the next one
+      loaded.clear()  # frees a large target before the next one is loaded
       loaded |= systems.load({kind: config})
 
     common |= measure.provenance()  # of the code that was loaded
-    keep = functools.partial(write, given.out, common)
-    block = None if given.untimed else given.block
+    keep = functools.partial(write, args.out, common)
+    block = None if args.untimed else args.block
     measured(names, loaded[kind], config, block, keep)
 
 
 def main() -> None:
-  given = options().parse_args()
-  if not given.table:
-    measure.restart(given.threads)
-    run(given)
-  rich.console.Console(width=150).print(table(read(given.out)))
+  args = options().parse_args()
+  if not args.table:
+    measure.restart(args.threads)
+    run(args)
+  rich.console.Console(width=150).print(table(measure.read(args.out)))
 
 
 if __name__ == "__main__":

@@ -109,8 +109,8 @@ def kill(process: subprocess.Popen, run: pathlib.Path, rng: random.Random) -> st
       # A restart first truncates the log; start counting after that.
       size = requests_in(run)
       wait_until(process, lambda: requests_in(run) != size or size == 0)
-      wanted = requests_in(run) + rng.randint(0, 8)
-      wait_until(process, lambda: requests_in(run) >= wanted)
+      count = requests_in(run) + rng.randint(0, 8)
+      wait_until(process, lambda: requests_in(run) >= count)
       time.sleep(rng.uniform(0, 0.03))
   finally:
     process.send_signal(signal.SIGKILL)
@@ -211,14 +211,14 @@ def main() -> int:
     return 1
   rng = random.Random(arguments.seed)
   tally, moments = survive(out, arguments.draft, whole, arguments.kills, rng)
-  found = {**dataclasses.asdict(tally), "seconds": round(time.monotonic() - started)}
-  found |= {f"kills_at_{moment}": count for moment, count in moments.items()}
+  counts = {**dataclasses.asdict(tally), "seconds": round(time.monotonic() - started)}
+  counts |= {f"kills_at_{moment}": count for moment, count in moments.items()}
   table = rich.table.Table("count", "value")
-  for name, value in found.items():
+  for name, value in counts.items():
     table.add_row(name.replace("_", " "), str(value))
   rich.console.Console().print(table)
-  print(json.dumps(found))
-  (out / "result.json").write_text(json.dumps(found) + "\n")
+  print(json.dumps(counts))
+  (out / "result.json").write_text(json.dumps(counts) + "\n")
   return 1 if tally.faults() else 0
 
 

@@ -24,7 +24,8 @@ SIZES = {
   "twice as wide, two layers": {**WIDE, "num_layers": 2},
 }
 STEPS, TEXTS = 2000, 600  # steps of the shipped shape; texts of each topic
-LOSS = LossConfig(num_positions=24, num_tokens=256)  # as experiments/demo_ceiling.gin
+# As in experiments/demo_ceiling.gin.
+LOSS = LossConfig("forward_kl", num_positions=24, num_tokens=256)
 RATE = 2e-3  # as experiments/shipped_attached_draft.gin
 
 
@@ -39,8 +40,8 @@ def bigger(setting: Setting) -> Answers:
 
 def of_size(setting: Setting, shape: Cell, same_compute: bool, seed: int) -> Cell:
   """Distils a draft of a size; returns its figures on a stream and held-out overlap."""
-  own, usual = sized(setting, shape), sized(setting, {})
-  times = products(own) / products(usual)
+  size, usual = sized(setting, shape), sized(setting, {})
+  times = products(size) / products(usual)
   steps = round(STEPS / times) if same_compute else STEPS
   folder = (
     setting.out / "bigger" / f"{'_'.join(map(str, shape.values()))}_{steps}_{seed}"
@@ -51,10 +52,10 @@ def of_size(setting: Setting, shape: Cell, same_compute: bool, seed: int) -> Cel
     f"OptimizerConfig.learning_rate={RATE}",
     f"SamplingConfig.seed={seed}",
   ]
-  held_out = distilled(own, folder, steps, TEXTS, bindings)
+  held_out = distilled(size, folder, steps, TEXTS, bindings)
   order = setting.order("sharp", seed)
-  params = own.pair.load_draft(str(folder / "draft.safetensors"))
-  course = own.fixed(params, order)
+  params = size.pair.load_draft(str(folder / "draft.safetensors"))
+  course = size.fixed(params, order)
   floor = setting.fixed(setting.pair.draft_params, order)
   return (
     setting.figures(course, floor)
@@ -75,6 +76,6 @@ def products(setting: Setting) -> float:
   """Returns the operations of the matrix products of training on one answer."""
   pair, row = setting.pair, setting.answers.rows[0]
   trained, frozen = pair.draft.split(pair.draft_params)
-  config = UpdateConfig(num_new=0, num_replay=1, loss=LOSS)
+  config = UpdateConfig(num_new=0, num_replay=1, length_multiple=0, loss=LOSS)
   step = functools.partial(loss_and_grad, pair.draft, config)
   return hlo.product_flops(jax.make_jaxpr(step)(trained, row, frozen))

@@ -28,8 +28,8 @@ def frequent(setting: Setting) -> Answers:
       def compute(params=params, topic=topic, alphas=alphas) -> Cell:
         places = setting.held_out.of_topic(topic)
         answers = setting.held_out.answers(places)
-        right, named = predictions(setting.pair.draft, params, answers)
-        return {"overlap": round(alphas()[topic], 4)} | figures(right, named)
+        right, proposals = predictions(setting.pair.draft, params, answers)
+        return {"overlap": round(alphas()[topic], 4)} | figures(right, proposals)
 
       yield key, compute
 
@@ -37,14 +37,14 @@ def frequent(setting: Setting) -> Answers:
 def predictions(
   draft: base.Model, params: base.Params, answers: list[base.DistillationBatch]
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the tokens of all answers, and what the draft names in their place."""
-  found = []
+  """Returns the tokens of all answers and the draft's predictions of them."""
+  pairs = []
   for row in answers:
-    named = jax.device_get(_named(draft, params, row))[0]
+    tokens = jax.device_get(_named(draft, params, row))[0]
     mask = np.asarray(row.mask[0])
-    found.append((np.asarray(row.target[0])[mask], named[mask]))
-  right, named = (np.concatenate(part) for part in zip(*found, strict=True))
-  return right, named
+    pairs.append((np.asarray(row.target[0])[mask], tokens[mask]))
+  right, tokens = (np.concatenate(part) for part in zip(*pairs, strict=True))
+  return right, tokens
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -67,13 +67,13 @@ def figures(right: np.ndarray, named: np.ndarray, count: int = COUNT) -> Cell:
     count: how many tokens are called frequent.
   """
   tokens, counts = np.unique(right, return_counts=True)
-  chosen = tokens[np.argsort(-counts, kind="stable")[:count]]
-  often, said = np.isin(right, chosen), np.isin(named, chosen)
+  frequent_tokens = tokens[np.argsort(-counts, kind="stable")[:count]]
+  often, proposals = np.isin(right, frequent_tokens), np.isin(named, frequent_tokens)
   agree = right == named
-  found = {
+  shares = {
     "share": often.mean(),
     "recall": agree[often].mean(),
-    "precision": agree[said].mean() if said.any() else 0.0,
+    "precision": agree[proposals].mean() if proposals.any() else 0.0,
     "recall_of_others": agree[~often].mean() if not often.all() else 0.0,
   }
-  return {name: round(float(value), 4) for name, value in found.items()}
+  return {name: round(float(value), 4) for name, value in shares.items()}

@@ -63,5 +63,5 @@ def offline_cell(setting: Setting, divergence: str, source: str, seed: int) -> C
     f"OfflineConfig.texts={str(folder / f'texts_{source}_{seed}')!r}",
     f"SamplingConfig.seed={seed}",
   ]
-  own = folder / f"{source}_{divergence}_{seed}".replace(" ", "_")
-  return distilled(setting, own, STEPS, TEXTS, bindings)
+  folder_of_cell = folder / f"{source}_{divergence}_{seed}".replace(" ", "_")
+  return distilled(setting, folder_of_cell, STEPS, TEXTS, bindings)

@@ -34,6 +34,7 @@ import rich.table
 from osd_jax import native
 from osd_jax.costs.table import expected_tokens
 from osd_jax.distillation import update
+from osd_jax.distillation.losses import LossConfig
 from osd_tools import chips, hlo
 from osd_tools.ahead_of_time import plan, programs
 
@@ -71,16 +72,22 @@ def cost(machine: str, rows: int, drafted: int, layers: int, program: str) -> Co
   """Compiles one program of two short models."""
   name, _, model = machine.partition("=")
   run = ahead_of_time.config(TARGET, int(model), rows, drafted)
-  trained = update.UpdateConfig(num_new=STEP_ROWS, num_replay=0)
+  trained = update.UpdateConfig(
+    loss=LossConfig("forward_kl", num_positions=0, num_tokens=0),
+    num_new=STEP_ROWS,
+    num_replay=0,
+    length_multiple=0,
+    ema_decay=0.0,
+  )
   learning = dataclasses.replace(run.learning, update=trained)
   run = dataclasses.replace(run, learning=learning)
-  made = plan.Plan(run, chips.Topology(name), layers)
-  wanted = programs.programs(made)[program]
-  counted = programs.compiled(made, wanted)
+  compiled = plan.Plan(run, chips.Topology(name), layers)
+  call = programs.programs(compiled)[program]
+  counts = programs.compiled(compiled, call)
   with native.portable():
-    flops = hlo.product_flops(wanted.traced().jaxpr) / wanted.chips
-  read, moved = counted.arguments_gb * 1e9, counted.moved_mb * 1e6
-  return Cost(read, flops, moved, counted.kernels)
+    flops = hlo.product_flops(call.traced().jaxpr) / call.chips
+  read, sent_bytes = counts.arguments_gb * 1e9, counts.moved_mb * 1e6
+  return Cost(read, flops, sent_bytes, counts.kernels)
 
 
 def whole(machine: str, rows: int, drafted: int, program: str, layers: int) -> Cost:
@@ -90,7 +97,7 @@ def whole(machine: str, rows: int, drafted: int, program: str, layers: int) -> C
 
 
 def figures(machine: str, rows: int, drafted: int) -> dict:
-  """Returns what a request leaves idle, and what a training step needs."""
+  """Returns the arithmetic that a request leaves idle, and that of a training step."""
   chip = chips.CHIPS[machine.partition(":")[0]]
   verification = f"verification of {drafted + 1} tokens"
   verify = whole(machine, rows, drafted, verification, LAYERS)
@@ -137,19 +144,19 @@ def main() -> None:
   parser.add_argument("--drafted", type=int, nargs="+", default=[7])
   parser.add_argument("--out", type=pathlib.Path, default=HERE / "idle_compiled.jsonl")
   parser.add_argument("--table", action="store_true", help="compile nothing")
-  given = parser.parse_args()
-  lines = given.out.read_text().splitlines() if given.out.exists() else []
+  args = parser.parse_args()
+  lines = args.out.read_text().splitlines() if args.out.exists() else []
   rows = [json.loads(line) for line in lines]
-  known = {(row["machine"], row["rows"], row["drafted"]) for row in rows}
+  keys = {(row["machine"], row["rows"], row["drafted"]) for row in rows}
   jax.config.update("jax_enable_compilation_cache", False)
-  for machine in given.machine if not given.table else ():
-    for count in given.rows:
-      for drafted in given.drafted:
-        if (machine, count, drafted) in known:
+  for machine in args.machine if not args.table else ():
+    for count in args.rows:
+      for drafted in args.drafted:
+        if (machine, count, drafted) in keys:
           continue
         made_by = {"target": TARGET, "commit": measure.commit()}
         rows.append(figures(machine, count, drafted) | made_by)
-        with given.out.open("a") as file:
+        with args.out.open("a") as file:
           file.write(json.dumps(rows[-1]) + "\n")
   show(rows)
 

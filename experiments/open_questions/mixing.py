@@ -1,4 +1,4 @@
-"""What does a static draft gain from a mix of two topics (the paper's appendix A.4)?
+"""Distills static drafts on mixes of two topics (appendix A.4 of the paper).
 
 The first draft barely knows either topic. Every mix has as many texts and as many
 steps, so that what one topic gets is taken from the other.
@@ -34,11 +34,11 @@ def bindings(texts: int, share: float, seed: int) -> list[str]:
   """Returns the settings of a mix; a topic without texts is left out."""
   first = round(texts * share)
   counts = dict(zip(MIXED, (first, texts - first), strict=True))
-  kept = {topic: count for topic, count in counts.items() if count}
-  tasks = "".join(f"@{topic}/train/TaskConfig(), " for topic in kept)
+  positive = {topic: count for topic, count in counts.items() if count}
+  tasks = "".join(f"@{topic}/train/TaskConfig(), " for topic in positive)
   return [
     f"corpus/BatchConfig.tasks=({tasks})",
-    f"corpus/BatchConfig.limit_rows={tuple(kept.values())}",
+    f"corpus/BatchConfig.limit_rows={tuple(positive.values())}",
     f"corpus/BatchConfig.seed={seed}",
     f"SamplingConfig.seed={seed}",
   ]

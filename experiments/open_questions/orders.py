@@ -45,12 +45,12 @@ def order(
 def _of_entries(
   recording: recordings.Recording, entries: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-  own = [
+  places = [
     rng.permutation(recording.of_topic(topic)) for topic in range(len(recording.names))
   ]
   return np.asarray(
     [
-      own[topic][nth]
+      places[topic][nth]
       for topic, nth in zip(entries, examples.ordinals(entries), strict=True)
     ]
   )
@@ -79,9 +79,9 @@ class Adversary:
   def __iter__(self) -> Iterator[int]:
     topic = since = 0
     while len(self.order) < self._length:
-      own = self.overlaps[since:]
-      adapted = len(own) >= LATEST and np.mean(own[-LATEST:]) >= ADAPTED
-      if adapted or len(own) >= LONGEST or not self._left[topic]:
+      overlaps = self.overlaps[since:]
+      adapted = len(overlaps) >= LATEST and np.mean(overlaps[-LATEST:]) >= ADAPTED
+      if adapted or len(overlaps) >= LONGEST or not self._left[topic]:
         count = len(self._left)
         others = [(topic + step) % count for step in range(1, count)]
         topic = next(other for other in others if self._left[other])

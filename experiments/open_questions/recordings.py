@@ -58,23 +58,25 @@ def record(
   """
   decoding = dataclasses.replace(decoding, rows=rows, cache_tokens=0, adaptive=None)
   server = corpus.plain_server(pair, decoding, sharding.PartitionConfig())
-  done = server.run(corpus.requests(prompts, SamplingConfig()))
+  answers = server.run(corpus.requests(prompts, SamplingConfig()))
   server.close()
-  kept = tuple(_without_spare_states(jax.device_get(one.batch), pair) for one in done)
+  rows_of_one = tuple(
+    _without_spare_states(jax.device_get(one.batch), pair) for one in answers
+  )
   topics = np.asarray([prompt.task_id for prompt in prompts])
-  return Recording(kept, topics, tuple(names))
+  return Recording(rows_of_one, topics, tuple(names))
 
 
 def load_or_record(path: pathlib.Path, make) -> Recording:
   """Returns the recording of a file; makes and writes it if it does not exist."""
   if path.exists():
     return pickle.loads(path.read_bytes())
-  made = make()
+  recording = make()
   path.parent.mkdir(parents=True, exist_ok=True)
   unfinished = path.with_suffix(".tmp")
-  unfinished.write_bytes(pickle.dumps(made))
+  unfinished.write_bytes(pickle.dumps(recording))
   unfinished.rename(path)
-  return made
+  return recording
 
 
 def _without_spare_states(

@@ -98,7 +98,7 @@ HELD_OUT = 100  # prompts of each topic
 
 @dataclasses.dataclass(frozen=True)
 class Every:
-  """A schedule: so many slices for each request, in an update every so many requests.
+  """A schedule with a fixed interval and a fixed number of slices per request.
 
   >>> schedule = Every(2, 3)
   >>> state, first = schedule.update(schedule.init(), Request(0.5, 9, 99))
@@ -146,7 +146,7 @@ def how_often(setting: Setting) -> Answers:
       floor = setting.fixed(setting.pair.draft_params, order)
       systems = dict(rivals(setting, order, floor))
       plans = {f"I = {interval}": Every(interval) for interval in INTERVALS}
-      # With one number of slices for all of them, an update is compiled only once.
+      # All use one number of slices, so that an update is compiled only once.
       at_interval = changed(setting.learning, update__steps_per_update=max(INTERVALS))
       learnings = {
         name: changed(at_interval, schedule=plan) for name, plan in plans.items()
@@ -201,23 +201,23 @@ def adversarial(setting: Setting, learning: LearningConfig, seed: int) -> Cell:
 def kept_drafts(
   setting: Setting, order: np.ndarray, learning: LearningConfig, every: int
 ) -> tuple[replay.Course, list[base.Params]]:
-  """Returns a course and the draft after every so many answers."""
-  kept, answered = [], itertools.count(1)
+  """Returns a course, and the draft each time that a fixed number of answers passed."""
+  drafts, answered = [], itertools.count(1)
 
   def note(overlap, learner):
     del overlap
     if next(answered) % every == 0:
-      kept.append(learner.serving)
+      drafts.append(learner.serving)
 
-  return setting.learned(order, learning, on_answer=note), kept
+  return setting.learned(order, learning, on_answer=note), drafts
 
 
 def in_hindsight(
   setting: Setting, order: np.ndarray, learning: LearningConfig
 ) -> replay.Course:
   """Returns the course of the best draft among those that learning passed through."""
-  _, kept = kept_drafts(setting, order, learning, 100)
-  courses = [setting.fixed(one, order) for one in (setting.pair.draft_params, *kept)]
+  _, drafts = kept_drafts(setting, order, learning, 100)
+  courses = [setting.fixed(one, order) for one in (setting.pair.draft_params, *drafts)]
   return min(courses, key=lambda course: course.calls(setting.drafted).sum())
 
 
@@ -240,8 +240,8 @@ def forgetting(setting: Setting) -> Answers:
       learning = changed(setting.learning, seed=seed, **changes)
 
       def figures(learning=learning, order=order):
-        course, kept = kept_drafts(setting, order, learning, half)
-        matrix = [held_out(setting, params) for params in kept]
+        course, drafts = kept_drafts(setting, order, learning, half)
+        matrix = [held_out(setting, params) for params in drafts]
         floor = setting.fixed(setting.pair.draft_params, order)
         return setting.figures(course, floor) | {
           "matrix": np.round(matrix, 4).tolist(),
@@ -300,7 +300,7 @@ def routing(setting: Setting) -> Answers:
 def merged(
   courses: Sequence[replay.Course], parts: Sequence[np.ndarray], order: np.ndarray
 ) -> replay.Course:
-  """Returns one course of several drafts, each of which served a part of a stream."""
+  """Merges the courses of several drafts that each served a part of a stream."""
   at = np.argsort([list(order).index(place) for part in parts for place in part])
   right = [one for course in courses for one in course.right]
   return replay.Course(
@@ -345,7 +345,7 @@ class Told:
     plan: the schedule at other times.
     usual: slices of its longest update.
     begins: requests at which a new topic begins.
-    slices: of each update after a shift; 0 only ends a pause.
+    slices: of each update after a shift; 0 only forgets the overlaps before it.
     update_interval: requests between updates.
   """
 
@@ -365,13 +365,11 @@ class Told:
   ) -> tuple[Any, int]:
     """See `Schedule.update`."""
     if state.finished in self.begins:
-      state = dataclasses.replace(
-        state, paused=False, recent=(), changed=state.finished
-      )
+      state = dataclasses.replace(state, recent=())
     state, slices = self.plan.update(state, request._replace(slices=self.usual), costs)
     since = [state.finished - place for place in self.begins if place < state.finished]
-    told = bool(since) and min(since) <= AFTER_SHIFT and self.slices > 0
-    if not told:
+    is_due = bool(since) and min(since) <= AFTER_SHIFT and self.slices > 0
+    if not is_due:
       return state, slices
     due = min(since) % self.update_interval == 0
     return state, self.slices if due else 0
@@ -383,7 +381,7 @@ TOLD = {"told": (0, 4), "told, 32 slices": (32, 4), "told, 16 slices twice": (16
 
 
 def shifts(setting: Setting) -> Answers:
-  """Schedules that are told of every shift; they train more, or only go on."""
+  """Schedules that know every shift and then train more, or just continue."""
   for seed in range(setting.seeds):
     order = setting.order("sharp", seed)
     topics = setting.answers.topics[order]
@@ -422,9 +420,9 @@ def after_shifts(
 
 
 def recovered(own: np.ndarray, ceiling: np.ndarray) -> int:
-  """Returns the requests until overlap is near the ceiling's, or all of them."""
-  found = metrics.recovery_requests(own.tolist(), float(ceiling.mean()), window=10)
-  return found or len(own)
+  """Returns the requests until overlap is near the ceiling's; all if it never is."""
+  count = metrics.recovery_requests(own.tolist(), float(ceiling.mean()), window=10)
+  return count or len(own)
 
 
 LEARNED_MORE = {
@@ -466,51 +464,51 @@ QUESTIONS = {
 # ---- The pairs
 
 
-def demo(given: argparse.Namespace) -> Setting:
+def demo(args: argparse.Namespace) -> Setting:
   """Loads the shipped pair and distils its offline ceiling."""
-  end = "_independent" if given.independent else ""
+  end = "_independent" if args.independent else ""
   config, _ = settings.load(online.OnlineConfig, [f"runs/demo{end}.gin"], [])
   ceiling, _ = settings.load(
     offline.OfflineConfig,
     ["experiments/demo_ceiling.gin"],
     [f"GENERATED_EVAL_ROWS={HELD_OUT}"],
   )
-  asked = dataclasses.replace(
+  prompts = dataclasses.replace(
     ceiling.evaluation, tasks=config.stream.tasks, limit_rows=None
   )
-  setting = made(given, f"demo{end}", config, asked, ceiling.evaluation, (40,))
-  output = given.folder / "ceiling"
-  distilled(setting, output, given.ceiling_steps, 600, [])
+  setting = made(args, f"demo{end}", config, prompts, ceiling.evaluation, (40,))
+  output = args.folder / "ceiling"
+  distilled(setting, output, args.ceiling_steps, 600, [])
   best = setting.pair.load_draft(str(output / "draft.safetensors"))
   return dataclasses.replace(setting, ceiling=best)
 
 
-def eight(given: argparse.Namespace) -> Setting:
+def eight(args: argparse.Namespace) -> Setting:
   """Tunes the demo's target on four more topics; the shipped draft knows only four."""
   config, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
   texts, _ = settings.load(offline.OfflineConfig, ["experiments/demo_ceiling.gin"], [])
   topics = {
-    split: tuning.eight_topics(given.folder / "topics", split, count)
+    split: tuning.eight_topics(args.folder / "topics", split, count)
     for split, count in (("train", 3000), ("eval", HELD_OUT), ("stream", 400))
   }
-  path = given.folder / "target.safetensors"
+  path = args.folder / "target.safetensors"
   target = tuning.tuned(path, topics["train"], topics["eval"], EIGHT_STEPS)
   config = dataclasses.replace(config, pair=tuning.with_target(config.pair, target))
-  asked, held = (
+  prompts, others = (
     dataclasses.replace(texts.evaluation, tasks=tuple(topics[split]), limit_rows=None)
     for split in ("stream", "eval")
   )
-  return made(given, "eight topics", config, asked, held, (40,))
+  return made(args, "eight topics", config, prompts, others, (40,))
 
 
 EIGHT_STEPS = 250  # of tuning
 
 
-def qwen(given: argparse.Namespace) -> Setting:
+def qwen(args: argparse.Namespace) -> Setting:
   """Loads Qwen2.5-Coder-0.5B-Instruct with its shipped draft, and real queries."""
   shared = [
-    f"QWEN={str(given.qwen)!r}",
-    f"DATA_DIR={str(given.data)!r}",
+    f"QWEN={str(args.qwen)!r}",
+    f"DATA_DIR={str(args.data)!r}",
     f"PairConfig.draft={QWEN_DRAFT!r}",
     "PairConfig.sibling_draft=True",
     "UpdateConfig.ema_decay=0.99",
@@ -520,14 +518,16 @@ def qwen(given: argparse.Namespace) -> Setting:
     offline.OfflineConfig, ["experiments/qwen_draft.gin"], shared
   )
   # The draft was distilled on prompts of the train split, so none of these was seen.
-  asked = dataclasses.replace(texts.evaluation, limit_rows=given.per_topic)
-  held = dataclasses.replace(asked, limit_rows=1)  # no question of these needs more
+  prompts = dataclasses.replace(texts.evaluation, limit_rows=args.per_topic)
+  others = dataclasses.replace(prompts, limit_rows=1)  # no question of these needs more
   name = "qwen"
-  if given.new_sets:
+  if args.new_sets:
     name = "qwen, new sets"
-    asked = dataclasses.replace(asked, tasks=new_sets(given.data, "eval"))
-    held = dataclasses.replace(asked, tasks=new_sets(given.data, "train"), limit_rows=8)
-  return made(given, name, config, asked, held, config.decoding.source_lengths)
+    prompts = dataclasses.replace(prompts, tasks=new_sets(args.data, "eval"))
+    others = dataclasses.replace(
+      prompts, tasks=new_sets(args.data, "train"), limit_rows=8
+    )
+  return made(args, name, config, prompts, others, config.decoding.source_lengths)
 
 
 # Sets that the shipped draft was not distilled on: files, and what is asked.
@@ -557,7 +557,7 @@ QWEN_DRAFT = "shipped:qwen2_5_coder_0_5b_draft.safetensors"
 
 
 def made(
-  given: argparse.Namespace,
+  args: argparse.Namespace,
   name: str,
   config: online.OnlineConfig,
   asked: BatchConfig,
@@ -567,7 +567,7 @@ def made(
   """Loads a pair; records its answers and measures its costs once.
 
   Args:
-    given: options of the command line.
+    args: options of the command line.
     name: of the pair.
     config: a run of it.
     asked: prompts of the streams.
@@ -580,16 +580,16 @@ def made(
   def recorded(part: str, prompts: BatchConfig) -> recordings.Recording:
     names = [task.label for task in prompts.tasks]
     return recordings.load_or_record(
-      given.folder / f"{part}.pickle",
+      args.folder / f"{part}.pickle",
       lambda: recordings.record(
         loaded, read_corpus(prompts, loaded.vocabulary), names, wide
       ),
     )
 
-  seen = []
+  rows = []
   if config.warm_start is not None:
     prompts = read_corpus(config.warm_start, loaded.vocabulary)
-    seen = list(corpus.reference_rows(loaded, prompts, wide))
+    rows = list(corpus.reference_rows(loaded, prompts, wide))
   return Setting(
     name=name,
     pair=loaded,
@@ -597,14 +597,14 @@ def made(
     decoding=wide,
     answers=recorded("stream", asked),
     held_out=recorded("held_out", held_out),
-    seen=seen,
+    seen=rows,
     learning=config.learning,
-    costs=measured_costs(given.folder / "costs.json", loaded, config),
+    costs=measured_costs(args.folder / "costs.json", loaded, config),
     drafted=config.decoding.num_draft_tokens,
     ceiling=None,
-    out=given.folder,
-    per_topic=given.per_topic,
-    seeds=given.seeds,
+    out=args.folder,
+    per_topic=args.per_topic,
+    seeds=args.seeds,
   )
 
 
@@ -619,14 +619,14 @@ def measured_costs(
     server = Server(pair, config.decoding, learning, config.partition)
     server.warm_up(learn=True)
     bucket = config.decoding.source_lengths[-1]
-    found = measurement.measure(server, bucket, True, config.sampling, print)
+    costs = measurement.measure_run(server, bucket, True, config.sampling, print)
     server.close()
-    path.write_text(json.dumps(dataclasses.asdict(found)) + "\n")
+    path.write_text(json.dumps(dataclasses.asdict(costs)) + "\n")
   return Costs.from_json(json.loads(path.read_text()))
 
 
 def main() -> None:
-  """Answers the questions of the command line, or prints what is known."""
+  """Answers the questions of the command line, or prints the stored cells."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("questions", nargs="*", choices=[*QUESTIONS, []])
   parser.add_argument("--seeds", type=int, default=3)
@@ -644,24 +644,24 @@ def main() -> None:
     "--data", type=pathlib.Path, default=pathlib.Path("../shared/data")
   )
   parser.add_argument("--table", action="store_true")
-  given = parser.parse_args()
-  if given.new_sets and not given.qwen:
+  args = parser.parse_args()
+  if args.new_sets and not args.qwen:
     parser.error("--new_sets: expected --qwen FOLDER too, whose pair has such sets")
-  if not given.table:
-    given.folder.mkdir(parents=True, exist_ok=True)
+  if not args.table:
+    args.folder.mkdir(parents=True, exist_ok=True)
     made_by = {"commit": measure.commit()}  # of the code that was loaded
-    pair = qwen if given.qwen else eight if given.eight else demo
-    setting = pair(given)
-    for name in given.questions or QUESTIONS:
-      answer(given.out, QUESTIONS[name](setting), made_by)
-  show(read(given.out))
+    pair = qwen if args.qwen else eight if args.eight else demo
+    setting = pair(args)
+    for name in args.questions or QUESTIONS:
+      answer(args.out, QUESTIONS[name](setting), made_by)
+  show(measure.read(args.out))
 
 
 def answer(path: pathlib.Path, cells: Answers, made_by: Cell) -> None:
   """Computes the cells that the file does not have, and adds each to it."""
-  known = [{name: cell.get(name) for name in KEY} for cell in read(path)]
+  keys = [{name: cell.get(name) for name in KEY} for cell in measure.read(path)]
   for key, figures in cells:
-    if key in known:
+    if key in keys:
       continue
     started = time.perf_counter()
     cell = key | figures() | made_by
@@ -670,21 +670,15 @@ def answer(path: pathlib.Path, cells: Answers, made_by: Cell) -> None:
     print(*key.values(), f"{time.perf_counter() - started:.0f} s", flush=True)
 
 
-def read(path: pathlib.Path) -> list[Cell]:
-  """Returns the cells of a file."""
-  lines = path.read_text().splitlines() if path.exists() else []
-  return [json.loads(line) for line in lines]
-
-
 def means(cells: list[Cell], question: str, field: str) -> dict[str, dict[str, list]]:
   """Returns system -> stream -> values of a field or a topic, one of each seed."""
-  found: dict[str, dict[str, list]] = {}
+  values: dict[str, dict[str, list]] = {}
   for cell in cells:
     value = cell.get(field, cell.get("by_topic", {}).get(field))
     if cell["question"] == question and value is not None:
-      streams = found.setdefault(cell["system"], {})
+      streams = values.setdefault(cell["system"], {})
       streams.setdefault(cell["stream"], []).append(value)
-  return found
+  return values
 
 
 FIELDS = (
@@ -702,30 +696,30 @@ def spent(cells: list[Cell], costs: Costs) -> dict[str, dict[str, list]]:
     costs: milliseconds of a call with the largest K, and that serving loses to a slice.
   """
   call, slice_ms = costs.online.round_ms[-1], costs.lost_ms / max(costs.slices, 1)
-  own = [cell for cell in cells if cell["question"] == "how_often"]
+  rows = [cell for cell in cells if cell["question"] == "how_often"]
   floors = {
     (cell["stream"], cell["seed"]): cell["calls"] * call
-    for cell in own
+    for cell in rows
     if cell["system"] == "floor"
   }
-  found: dict[str, dict[str, list]] = {}
-  for cell in own:
-    taken = cell["calls"] * call + cell["slices"] * slice_ms
-    streams = found.setdefault(cell["system"], {})
-    share = taken / floors[cell["stream"], cell["seed"]]
+  shares: dict[str, dict[str, list]] = {}
+  for cell in rows:
+    milliseconds = cell["calls"] * call + cell["slices"] * slice_ms
+    streams = shares.setdefault(cell["system"], {})
+    share = milliseconds / floors[cell["stream"], cell["seed"]]
     streams.setdefault(cell["stream"], []).append(share)
-  return found
+  return shares
 
 
 def show(cells: list[Cell]) -> None:
   """Prints a table for each question and figure: means over the seeds."""
   pairs_of = dict.fromkeys(cell["pair"] for cell in cells)
   for pair, question, field in itertools.product(pairs_of, QUESTIONS, FIELDS):
-    found = means([cell for cell in cells if cell["pair"] == pair], question, field)
-    show_table(f"{question}, {pair}", field.replace("_", " "), found)
+    shares = means([cell for cell in cells if cell["pair"] == pair], question, field)
+    show_table(f"{question}, {pair}", field.replace("_", " "), shares)
   costs = Costs.from_json(json.loads((HERE / "costs.json").read_text()))
-  found = spent([cell for cell in cells if cell["pair"] == "demo"], costs)
-  show_table("how_often, demo, costs.json", "time over floor", found)
+  shares = spent([cell for cell in cells if cell["pair"] == "demo"], costs)
+  show_table("how_often, demo, costs.json", "time over floor", shares)
 
 
 def show_table(title: str, field: str, found: dict[str, dict[str, list]]) -> None:

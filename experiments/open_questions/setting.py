@@ -89,7 +89,7 @@ class Setting:
     gain = course.overlap - floor.overlap
     width = min(WORST, len(gain))
     means = np.convolve(gain, np.full(width, 1 / width), "valid")
-    # What a log of the first third says, as a whole and at its end, and what came then.
+    # The gain in the first third, in its second half, and in the rest.
     third = len(gain) // 3
     parts = {
       "gain_early": slice(0, third),
@@ -195,6 +195,6 @@ def distilled(
   if not output.exists():
     folder.mkdir(parents=True, exist_ok=True)
     offline.run(config, text)
-  found = held_out(setting, setting.pair.load_draft(str(output)))
-  by_topic = dict(zip(setting.held_out.names, np.round(found, 4), strict=True))
-  return {"overlap": round(float(np.mean(found)), 4), "by_topic": by_topic}
+  overlaps = held_out(setting, setting.pair.load_draft(str(output)))
+  by_topic = dict(zip(setting.held_out.names, np.round(overlaps, 4), strict=True))
+  return {"overlap": round(float(np.mean(overlaps)), 4), "by_topic": by_topic}

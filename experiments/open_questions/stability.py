@@ -46,7 +46,7 @@ LOG, LATER = 100, 200  # requests
 
 
 def stability(setting: Setting) -> Answers:
-  """Yields a cell for each stream: measures of the log, and what came after it."""
+  """Yields a cell for each stream: measures of the log and the later gain."""
   for seed in range(setting.seeds):
     for names in TOPICS_OF_EIGHT if setting.name == "eight topics" else TOPICS:
       for period in PERIODS if len(names) > 1 else PERIODS[:1]:
@@ -60,28 +60,32 @@ def part_of(setting: Setting, names: Sequence[str]) -> Setting:
   answers = setting.answers
   topics = [answers.names.index(name) for name in names]
   places = np.concatenate([answers.of_topic(topic) for topic in topics])
-  own = np.asarray([topics.index(topic) for topic in answers.topics[places]])
-  chosen = recordings.Recording(tuple(answers.answers(places)), own, tuple(names))
-  each = min(LOG + LATER, int(np.bincount(own).min()))
-  return dataclasses.replace(setting, answers=chosen, per_topic=each)
+  indices = np.asarray([topics.index(topic) for topic in answers.topics[places]])
+  recording = recordings.Recording(
+    tuple(answers.answers(places)), indices, tuple(names)
+  )
+  each = min(LOG + LATER, int(np.bincount(indices).min()))
+  return dataclasses.replace(setting, answers=recording, per_topic=each)
 
 
 def measures(setting: Setting, names: Sequence[str], period: int, seed: int) -> Cell:
   """Returns the measures of a log, and the gain of learning after it."""
-  own = part_of(setting, names)
-  order = own.order("cyclic", seed, period)[: LOG + LATER]
+  part_setting = part_of(setting, names)
+  order = part_setting.order("cyclic", seed, period)[: LOG + LATER]
   learning = changed(setting.learning, seed=seed)
-  floor = own.fixed(setting.pair.draft_params, order)
-  online = own.learned(order, learning)
-  longer = own.learned(order[:LOG], trained_more(learning))
-  cache = replay.cache(setting.pair.target, own.answers.answers(order), setting.drafted)
+  floor = part_setting.fixed(setting.pair.draft_params, order)
+  online = part_setting.learned(order, learning)
+  longer = part_setting.learned(order[:LOG], trained_more(learning))
+  cache = replay.cache(
+    setting.pair.target, part_setting.answers.answers(order), setting.drafted
+  )
   log, last, later = slice(0, LOG), slice(LOG // 2, LOG), slice(LOG, None)
   per_call = lambda course, part: course.part(part).tokens_per_call(setting.drafted)
   gain = lambda course, part: per_call(course, part) - per_call(floor, part)
-  topics = own.answers.topics[order]
-  said = templates(own.answers.answers(order[log]))
+  topics = part_setting.answers.topics[order]
+  counts = templates(part_setting.answers.answers(order[log]))
   changes = float((np.diff(topics[log]) != 0).mean())
-  found = {
+  figures = {
     "gain_late": gain(online, later),
     "gain_at_end": gain(online, last),
     "gain_trained_more": gain(longer, last),
@@ -91,25 +95,25 @@ def measures(setting: Setting, names: Sequence[str], period: int, seed: int) -> 
     "cache_overlap": float(cache.overlap[last].mean()),
     "cache_where_wrong": where_wrong(floor.part(last), cache.part(last)),
     "drift": float(abs(floor.overlap[last].mean() - floor.overlap[: LOG // 2].mean())),
-    **said,
+    **counts,
     "changes": changes,
-    "entropy_times_changes": said["template_entropy"] * changes,
+    "entropy_times_changes": counts["template_entropy"] * changes,
     "new_topics": float((~np.isin(topics[later], topics[log])).mean()),
   }
-  return {name: round(value, 4) for name, value in found.items()}
+  return {name: round(value, 4) for name, value in figures.items()}
 
 
 def trained_more(learning: LearningConfig) -> LearningConfig:
-  """Returns a config that trains as much as it can at every update, without pauses."""
+  """Returns a config that trains as much as it can at every update."""
   interval = learning.schedule.update_interval
-  return changed(learning, schedule=ScheduleConfig(interval, pause=False))
+  return changed(learning, schedule=ScheduleConfig(interval, much_to_gain=0.0))
 
 
 def where_wrong(draft: replay.Course, cache: replay.Course) -> float:
   """Returns how often the cache is right where the draft is wrong."""
   pairs = zip(draft.right, cache.right, strict=True)
-  found = np.concatenate([theirs[0][~ours[0]] for ours, theirs in pairs])
-  return float(found.mean()) if len(found) else 0.0
+  right = np.concatenate([theirs[0][~ours[0]] for ours, theirs in pairs])
+  return float(right.mean()) if len(right) else 0.0
 
 
 def templates(rows: Sequence[base.DistillationBatch]) -> dict[str, float]:
@@ -151,18 +155,18 @@ def errors(
     tested: the streams to predict; None for those of `fitted`.
   """
   tested = fitted if tested is None else tested
-  found = {
+  by_name = {
     f"{name}, as it is": [abs(cell["gain_late"] - cell[name]) for cell in tested]
     for name in AS_THEY_ARE
   }
   ways = {"the mean": (), **{name: (name,) for name in MEASURES}}
   ways |= {" and ".join(names): names for names in PAIRED}
   for way, names in ways.items():
-    found[way] = [
+    by_name[way] = [
       abs(cell["gain_late"] - foretold(_others(fitted, cell), cell, names))
       for cell in tested
     ]
-  return found
+  return by_name
 
 
 def _others(fitted: Sequence[Cell], cell: Cell) -> list[Cell]:
@@ -188,11 +192,11 @@ def coefficients(fitted: Sequence[Cell], names: Sequence[str]) -> np.ndarray:
 
 def parts(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
   """Returns the streams by pair, and by whether the log has all topics."""
-  found: dict[str, list[Cell]] = {}
+  groups: dict[str, list[Cell]] = {}
   for cell in cells:
     end = ", new topics come" if cell["new_topics"] else ""
-    found.setdefault(cell["pair"] + end, []).append(cell)
-  return found
+    groups.setdefault(cell["pair"] + end, []).append(cell)
+  return groups
 
 
 def too_high(cells: Sequence[Cell], name: str, by: float = 0.1) -> int:
@@ -209,9 +213,9 @@ def main() -> None:
   table = rich.table.Table("pair", "stream", "seeds", *columns)
   streams = dict.fromkeys((cell["pair"], cell["stream"]) for cell in cells)
   for key in streams:
-    own = [cell for cell in cells if (cell["pair"], cell["stream"]) == key]
-    values = (f"{np.mean([cell[name] for cell in own]):.2f}" for name in columns)
-    table.add_row(*key, str(len(own)), *values)
+    cells_of = [cell for cell in cells if (cell["pair"], cell["stream"]) == key]
+    values = (f"{np.mean([cell[name] for cell in cells_of]):.2f}" for name in columns)
+    table.add_row(*key, str(len(cells_of)), *values)
   console.print(table)
   groups = parts(cells)
   fitted = groups["demo"]
@@ -219,7 +223,10 @@ def main() -> None:
   heads = (f"{name} ({len(group)})" for name, group in groups.items())
   table = rich.table.Table("median, largest error", *heads)
   for way in off["demo"]:
-    values = (f"{np.median(own[way]):.2f}, {max(own[way]):.2f}" for own in off.values())
+    values = (
+      f"{np.median(cells_of[way]):.2f}, {max(cells_of[way]):.2f}"
+      for cells_of in off.values()
+    )
     table.add_row(way, *values)
   for name in AS_THEY_ARE:
     values = (str(too_high(group, name)) for group in groups.values())

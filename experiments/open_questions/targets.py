@@ -47,14 +47,14 @@ def scored_again(
   setting: Setting, new: pairs.Pair, rows: Sequence[base.DistillationBatch]
 ) -> list[base.DistillationBatch]:
   """Returns old answers with the new target's distributions and states."""
-  asked = [
+  prompts = [
     dataclasses.replace(
       prompt_of(row, new, 0),
       reference=np.asarray(row.target[0])[np.asarray(row.mask[0])],
     )
     for row in rows
   ]
-  return list(corpus.reference_rows(new, asked, setting.decoding))
+  return list(corpus.reference_rows(new, prompts, setting.decoding))
 
 
 def targets(setting: Setting) -> Answers:
@@ -85,8 +85,8 @@ def halves(setting: Setting, stream: str, seed: int) -> tuple[np.ndarray, np.nda
   if stream == "mixture":
     order = setting.order("mixture", seed)
   else:
-    own = setting.answers.of_topic(setting.answers.names.index(stream))
-    order = np.random.default_rng([seed, 9]).permutation(own)
+    places = setting.answers.of_topic(setting.answers.names.index(stream))
+    order = np.random.default_rng([seed, 9]).permutation(places)
   half = len(order) // 2
   return order[:half], order[half:]
 
@@ -107,11 +107,11 @@ def replaced(
 
   @functools.cache
   def before() -> tuple[replay.Course, pairs.Pair]:
-    kept = []
+    learners = []
     course = setting.learned(
-      places[0], learning, on_answer=lambda overlap, learner: kept.append(learner)
+      places[0], learning, on_answer=lambda overlap, learner: learners.append(learner)
     )
-    return course, with_draft(new, setting.pair, kept[-1].serving)
+    return course, with_draft(new, setting.pair, learners[-1].serving)
 
   def draft(records: str) -> Cell:
     course, pair = before()
@@ -150,22 +150,22 @@ def figures(
 ) -> Cell:
   """Returns the figures of a replacement, on all answers and on the tuned topic's."""
   former = float(before.overlap[-LAST:].mean())
-  own = after.overlap[is_tuned]
+  overlaps = after.overlap[is_tuned]
   parts = {
     "before": before.part(slice(-LAST, None)),
     "at_first": after.part(slice(0, WINDOW)),
     "at_end": after.part(slice(-LAST, None)),
     "after": after,
   }
-  found = {name: float(course.overlap.mean()) for name, course in parts.items()}
+  means = {name: float(course.overlap.mean()) for name, course in parts.items()}
   calls = {
     f"tokens_per_call_{name}": course.tokens_per_call(setting.drafted)
     for name, course in parts.items()
   }
-  rounded = {name: round(value, 4) for name, value in (found | calls).items()}
+  rounded = {name: round(value, 4) for name, value in (means | calls).items()}
   return rounded | {
-    "tuned_at_first": round(float(own[: WINDOW // 2].mean()), 4),
-    "tuned_at_end": round(float(own[-LAST // 4 :].mean()), 4),
+    "tuned_at_first": round(float(overlaps[: WINDOW // 2].mean()), 4),
+    "tuned_at_end": round(float(overlaps[-LAST // 4 :].mean()), 4),
     "recovery": recovered(after.overlap, former),
     "requests": len(after.overlap),
     "slices": after.slices,

@@ -110,11 +110,11 @@ def tables(rng: random.Random) -> tuple[str, str]:
   """Draws a table with its total."""
   names = rng.sample(BRANDS, 3)
   values = [rng.randint(1, 30) for _ in names]
-  shown = ", ".join(f"{name} {n}" for name, n in zip(names, values, strict=True))
+  values_text = ", ".join(f"{name} {n}" for name, n in zip(names, values, strict=True))
   unit = rng.choice(("price", "weight", "speed"))
   rows = "\n".join(f"| {name} | {n} |" for name, n in zip(names, values, strict=True))
   return (
-    f"Table of {unit}: {shown}.",
+    f"Table of {unit}: {values_text}.",
     f"| brand | {unit} |\n{rows}\n| total | {sum(values)} |",
   )
 
@@ -127,10 +127,10 @@ def steps(rng: random.Random) -> tuple[str, str]:
     rng.sample(CITIES, 2),
   )
   stops = [first + step * n for n in range(6)]
-  shown = "; ".join(f"{n}: {stop}" for n, stop in enumerate(stops, 1))
+  text = "; ".join(f"{n}: {stop}" for n, stop in enumerate(stops, 1))
   return (
     f"The bus from {begin} to {end} has 6 stops from {first} on, every {step} minutes.",
-    f"Stops to {end} are at {shown}. It takes {5 * step} minutes in all.",
+    f"Stops to {end} are at {text}. It takes {5 * step} minutes in all.",
   )
 
 
@@ -142,11 +142,11 @@ MORE_TOPICS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 def drawn(name: str, split: str, count: int) -> list[tuple[str, str]]:
   """Draws examples of one of `MORE_TOPICS`; no prompt is in two splits."""
   rng = random.Random(f"{name}/more")
-  found: dict[str, str] = {}
+  answers: dict[str, str] = {}
   sizes = {"train": 3000, "eval": 200, "stream": 400}
-  while len(found) < sum(sizes.values()):
-    found.setdefault(*MORE_TOPICS[name](rng))
-  rows, begins = list(found.items()), 0
+  while len(answers) < sum(sizes.values()):
+    answers.setdefault(*MORE_TOPICS[name](rng))
+  rows, begins = list(answers.items()), 0
   for part, size in sizes.items():
     if part == split:
       return rows[begins : begins + min(count, size)]

@@ -42,13 +42,13 @@ BYTES = 2  # of a weight in bfloat16
 
 def most_arithmetic(seconds: float = 3.0) -> float:
   """Returns the operations per second of a large product of float32 matrices."""
-  left = jnp.ones((SIDE, SIDE), jnp.float32)
+  matrix = jnp.ones((SIDE, SIDE), jnp.float32)
   product = jax.jit(jnp.dot)
-  product(left, left).block_until_ready()
+  product(matrix, matrix).block_until_ready()
   best, end = float("inf"), time.perf_counter() + seconds
   while time.perf_counter() < end:
     began = time.perf_counter()
-    product(left, left).block_until_ready()
+    product(matrix, matrix).block_until_ready()
     best = min(best, time.perf_counter() - began)
   return 2 * SIDE**3 / best
 
@@ -57,14 +57,14 @@ def multiplied(pair: pairs.Pair) -> int:
   """Returns the weights that every token of a call is multiplied with."""
   # An encoder is no part of a call, and of a table that is not also the head a call
   # reads single rows.
-  found = {
+  sizes = {
     jax.tree_util.keystr(path): leaf.size
     for path, leaf in jax.tree.leaves_with_path(pair.target_params)
     if leaf.ndim >= 2 and "['encoder']" not in jax.tree_util.keystr(path)
   }
-  heads = [name for name in found if "logits" in name or "lm_head" in name]
-  tables = [name for name in found if "embed" in name]
-  return sum(found.values()) - sum(found[name] for name in tables if heads)
+  heads = [name for name in sizes if "logits" in name or "lm_head" in name]
+  tables = [name for name in sizes if "embed" in name]
+  return sum(sizes.values()) - sum(sizes[name] for name in tables if heads)
 
 
 def measured(pair: pairs.Pair, rows: int, drafted: int, most: float) -> dict:
@@ -77,20 +77,20 @@ def measured(pair: pairs.Pair, rows: int, drafted: int, most: float) -> dict:
   )
   source = np.full((rows, SOURCE), 5, np.int32)
   models = (pair.target, pair.target_params, pair.draft, pair.draft_params)
-  found = measurement.measure_steps(decoding, models, source)
+  times = measurement.measure_steps(decoding, models, source)
   weights = multiplied(pair)
   idle = {
     f"idle_{name}": 1 - 2 * weights * rows * tokens / (ms / 1e3 * most)
     for name, tokens, ms in (
-      ("plain", 1, found["plain_step_ms"]),
-      ("verify", drafted + 1, found["verify_ms"]),
+      ("plain", 1, times["plain_step_ms"]),
+      ("verify", drafted + 1, times["verify_ms"]),
     )
   }
   return {
     "rows": rows,
     "drafted": drafted,
-    "plain_ms": round(found["plain_step_ms"], 3),
-    "verify_ms": round(found["verify_ms"], 3),
+    "plain_ms": round(times["plain_step_ms"], 3),
+    "verify_ms": round(times["verify_ms"], 3),
     **{name: round(share, 3) for name, share in idle.items()},
   }
 
@@ -123,21 +123,21 @@ def main() -> None:
   parser.add_argument("--drafted", type=int, nargs="+", default=[3, 7])
   parser.add_argument("--threads", type=int, choices=(1, 2), default=2)
   parser.add_argument("--out", type=pathlib.Path, default=HERE / "utilisation.jsonl")
-  given = parser.parse_args()
-  measure.restart(given.threads)
+  args = parser.parse_args()
+  measure.restart(args.threads)
   config = pairs.PairConfig()
-  if given.model:
-    config = pairs.PairConfig(target=given.model, draft="attached")
+  if args.model:
+    config = pairs.PairConfig(target=args.model, draft="attached")
   pair = pairs.load_pair(config, sharding.make(sharding.PartitionConfig()))
   most = most_arithmetic()
-  name = pathlib.Path(given.model).name or "demo target"
+  name = pathlib.Path(args.model).name or "demo target"
   made_by = {"model": name, "gflops": round(most / 1e9), **measure.provenance()}
   console = rich.console.Console()
   columns = ("rows", "drafted", "plain_ms", "verify_ms", "idle_plain", "idle_verify")
   table = rich.table.Table(*columns, title=f"{name}, most {most / 1e9:.0f} GFLOP/s")
-  with given.out.open("a") as file:
-    for count in given.rows:
-      for drafted in given.drafted:
+  with args.out.open("a") as file:
+    for count in args.rows:
+      for drafted in args.drafted:
         row = measured(pair, count, drafted, most)
         file.write(json.dumps(row | made_by) + "\n")
         table.add_row(*(str(row[column]) for column in columns))

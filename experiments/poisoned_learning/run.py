@@ -37,8 +37,7 @@ import rich.table
 
 from osd_jax import online, pairs, runs, sharding
 from osd_jax.distillation import buffer, update
-from osd_jax.engine import engine
-from osd_jax.loop import meter
+from osd_jax.engine.requests import SamplingConfig
 from osd_jax.main import settings
 
 EDGE = 50  # number of requests behind "first" and "last"
@@ -94,12 +93,13 @@ def changed(
     "learning": dataclasses.replace(learning, update=learned),
     "compare_every": 0,
     "keep_drafts": False,
+    "keep_outputs": "ids",
     "checkpoint_every": 10**9,
     "run_directory": str(out / f"{mode}_{way.replace(' ', '_')}"),
   }
   rule = "coupling" if mode == "coupled" else "rejection"
   changes["decoding"] = dataclasses.replace(config.decoding, acceptance_rule=rule)
-  changes["sampling"] = engine.SamplingConfig(
+  changes["sampling"] = SamplingConfig(
     temperature=0.0 if mode == "greedy" else temperature
   )
   return dataclasses.replace(config, **changes)
@@ -107,16 +107,8 @@ def changed(
 
 def serve(config: online.OnlineConfig, way: str):
   """Runs the stream; returns (outputs by query, rows of metrics.jsonl)."""
-  outputs = {}
-  measure = meter.Meter.row
-
-  def note(meter, done, query, *others):
-    outputs[query.index] = done.tokens.tolist()
-    return measure(meter, done, query, *others)
-
   directory = runs.RunDirectory.start(config.run_directory, seed=config.learning.seed)
   with contextlib.ExitStack() as patches:
-    patches.enter_context(mock.patch.object(meter.Meter, "row", note))
     if way == "nan rows":
       patches.enter_context(nan_rows())
     loop = online.begin(config, directory)
@@ -126,7 +118,12 @@ def serve(config: online.OnlineConfig, way: str):
       loop.step()
     loop.close(0.0)
   directory.finish()
-  return outputs, list(runs.read(directory.metrics_path))
+  return outputs_of(directory.path), list(runs.read(directory.metrics_path))
+
+
+def outputs_of(run: pathlib.Path) -> dict[int, list[int]]:
+  """Returns the tokens of every answer of a run by query; it keeps ids."""
+  return {row["query"]: row["output_ids"] for row in runs.read(run / "outputs.jsonl")}
 
 
 def figures(rows: list[dict]) -> dict[str, object]:
@@ -134,21 +131,21 @@ def figures(rows: list[dict]) -> dict[str, object]:
   requests = [row for row in rows if row["kind"] == "request"]
   updates = [row for row in rows if row["kind"] == "update"]
   begun = [row for row in rows if row["kind"] == "alarm" and row["active"]]
-  found: dict[str, object] = {}
+  values: dict[str, object] = {}
   for end, part in (("first", requests[:EDGE]), ("last", requests[-EDGE:])):
-    found[f"overlap_{end}"] = round(float(np.mean([r["overlap"] for r in part])), 3)
+    values[f"overlap_{end}"] = round(float(np.mean([r["overlap"] for r in part])), 3)
     calls = sum(row["target_calls"] for row in part)
     tokens = sum(row["output_tokens"] for row in part)
-    found[f"tokens_per_target_call_{end}"] = round(tokens / calls, 3)
-  found["skipped_steps"] = sum(row["skipped"] for row in updates)
-  found["steps"] = sum(row["steps"] for row in updates)
-  found["alarms"] = "; ".join(
+    values[f"tokens_per_target_call_{end}"] = round(tokens / calls, 3)
+  values["skipped_steps"] = sum(row["skipped"] for row in updates)
+  values["steps"] = sum(row["steps"] for row in updates)
+  values["alarms"] = "; ".join(
     f"{name.replace('_', ' ')} at {finished}"
     for name, finished in {
       row["alarm"]: row["finished"] for row in reversed(begun)
     }.items()
   )
-  return found
+  return values
 
 
 def main() -> int:
@@ -213,13 +210,13 @@ def compare(
       outputs, rows = serve(changed(config, way, mode, temperature, out), way)
       frozen = frozen or outputs
       differing = sum(outputs[index] != frozen[index] for index in frozen)
-      found = {
+      counts = {
         "outputs": len(outputs),
         "outputs_unlike_greedy": sum(outputs[i] != greedy[i] for i in greedy),
         "outputs_changed": differing,
         **figures(rows),
       }
-      results.append({"mode": mode, "learning": way, **found})
+      results.append({"mode": mode, "learning": way, **counts})
   return results
 
 

@@ -103,11 +103,11 @@ def embedded(held: weights.Weights, shape: shapes.T5Config) -> weights.Weights:
   old = flax.traverse_util.flatten_dict(held.params, sep="/")
   random = np.random.default_rng(0)
   new = {}
-  for name, sized in weights.expected_shapes(shape).items():
+  for name, size in weights.expected_shapes(shape).items():
     if name in old:
-      leaf = padded(name, np.asarray(old[name]), held.config, shape).reshape(sized)
+      leaf = padded(name, np.asarray(old[name]), held.config, shape).reshape(size)
     else:
-      leaf = added(name, sized, random)
+      leaf = added(name, size, random)
     new[name] = jnp.asarray(leaf)
   params = flax.traverse_util.unflatten_dict(new, sep="/")
   notes = f"{held.notes}; in a larger shape, zeros around it".removeprefix("; ")
@@ -124,8 +124,8 @@ def padded(
   if name.endswith(WRITERS):
     leaf = leaf * growth
   leaf = leaf.reshape(axes(name, leaf.shape, config))
-  wanted = axes(name, leaf.shape, shape)
-  return np.pad(leaf, [(0, new - old) for old, new in zip(leaf.shape, wanted)])
+  counts = axes(name, leaf.shape, shape)
+  return np.pad(leaf, [(0, new - old) for old, new in zip(leaf.shape, counts)])
 
 
 def axes(name: str, like: tuple[int, ...], config: shapes.T5Config) -> tuple[int, ...]:
@@ -210,12 +210,12 @@ def difference(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
 def is_same(one: np.ndarray, other: np.ndarray) -> bool:
   """Whether logits are equal up to rounding; prints the difference."""
   largest, logit = difference(one, other)
-  bound = TOLERANCE * logit
+  most = TOLERANCE * logit
   print(
     f"largest difference of logits: {largest:.2g}, largest logit: {logit:.3g}"
-    f" (allowed difference: {bound:.2g})"
+    f" (allowed difference: {most:.2g})"
   )
-  return largest <= bound  # False for NaN
+  return largest <= most  # False for NaN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -225,20 +225,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--weights", default="shipped:demo_target.safetensors")
   parser.add_argument("--attached", help="a draft that is attached to these weights")
   parser.add_argument("--out", type=pathlib.Path, default="runs/real_cost")
-  given = parser.parse_args(arguments)
-  path = assets.resolve(given.weights, "--weights")
-  held = weights.load(path)
-  made = embedded(held, grown(held.config, given.size))
-  if not is_same(logits_of(held), logits_of(made)):
+  args = parser.parse_args(arguments)
+  path = assets.resolve(args.weights, "--weights")
+  small = weights.load(path)
+  big = embedded(small, grown(small.config, args.size))
+  if not is_same(logits_of(small), logits_of(big)):
     return 1
-  print(weights.save(given.out / f"{path.stem}_as_{given.size}.safetensors", made))
-  if given.attached:
-    place = assets.resolve(given.attached, "--attached")
-    draft = attached.load(place, weights.identity(held, path.name))
-    again = reattached(draft, held, made)
-    if not is_same(logits_of(held, draft), logits_of(made, again)):
+  print(weights.save(args.out / f"{path.stem}_as_{args.size}.safetensors", big))
+  if args.attached:
+    place = assets.resolve(args.attached, "--attached")
+    draft = attached.load(place, weights.identity(small, path.name))
+    again = reattached(draft, small, big)
+    if not is_same(logits_of(small, draft), logits_of(big, again)):
       return 1
-    print(weights.save(given.out / f"{place.stem}_on_{given.size}.safetensors", again))
+    print(weights.save(args.out / f"{place.stem}_on_{args.size}.safetensors", again))
   return 0
 
 

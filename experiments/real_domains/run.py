@@ -92,14 +92,14 @@ def main() -> None:
   parser.add_argument("--run", type=pathlib.Path, default="runs/shift_cpu")
   parser.add_argument("--last", type=int, default=200)
   parser.add_argument("--static", type=pathlib.Path, help="a frozen run")
-  given = parser.parse_args()
+  args = parser.parse_args()
   console = rich.console.Console()
   table, before = None, []
-  parts = segments(given.run / "metrics.jsonl")
-  if given.static:
-    parts = against(parts, given.static / "metrics.jsonl")
+  parts = segments(args.run / "metrics.jsonl")
+  if args.static:
+    parts = against(parts, args.static / "metrics.jsonl")
   for label, rows in parts:
-    row = summary(rows, given.last, before)
+    row = summary(rows, args.last, before)
     console.print(json.dumps({"domain": label, **row}), soft_wrap=True)
     if table is None:
       table = rich.table.Table("domain", *row)

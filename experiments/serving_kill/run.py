@@ -49,7 +49,7 @@ Tokens = tuple[int, ...]
 
 @dataclasses.dataclass
 class Tally:
-  """Counts of kills, of what was served, and of faults."""
+  """Counts of kills, answers and faults."""
 
   kills: int = 0
   answers: int = 0  # received completely by a client
@@ -64,8 +64,8 @@ class Tally:
 
   def faults(self) -> int:
     """Returns the total number of faults."""
-    told = self.kills + self.answers + self.in_journal
-    return sum(dataclasses.asdict(self).values()) - told
+    not_faults = self.kills + self.answers + self.in_journal
+    return sum(dataclasses.asdict(self).values()) - not_faults
 
 
 class Journal:
@@ -168,7 +168,7 @@ def bindings_of(out: pathlib.Path) -> list[str]:
 
 
 class KillTest:
-  """Kills and restarts a server, and compares what it kept with what clients got."""
+  """Kills and restarts a server; compares its journal with the clients' answers."""
 
   def __init__(self, out: pathlib.Path, seed: int):
     """Saves the pair."""
@@ -260,16 +260,16 @@ def differing(buffer: Any, rows: dict[int, tuple[Tokens, Tokens]]) -> int:
   """Returns how many rows of a replay buffer are not those of the journal."""
   data, end = buffer.data, int(buffer.added)
   sources, targets, masks = map(np.asarray, (data.source, data.target, data.mask))
-  found = 0
+  count = 0
   for number in range(max(end - buffer.capacity, 0), end):
     slot = number % buffer.capacity
     prompt, answer = rows.get(number, ((), ()))
-    kept = targets[slot][masks[slot]].tolist()
-    is_same = kept == list(answer) and sources[slot, : len(prompt)].tolist() == list(
+    tokens = targets[slot][masks[slot]].tolist()
+    is_same = tokens == list(answer) and sources[slot, : len(prompt)].tolist() == list(
       prompt
     )
-    found += not is_same
-  return found
+    count += not is_same
+  return count
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -278,24 +278,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--kills", type=int, default=50)
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--out", type=pathlib.Path, default="runs/serving_kill")
-  given = parser.parse_args(arguments)
-  out = given.out.absolute()
+  args = parser.parse_args(arguments)
+  out = args.out.absolute()
   if (out / "run").exists():
     parser.error(f"--out: {out} contains an earlier test; choose a new folder")
   out.mkdir(parents=True, exist_ok=True)
-  started, test = time.monotonic(), KillTest(out, given.seed)
-  for number in range(given.kills + 1):
-    test.live(number, kills=number < given.kills)
+  started, test = time.monotonic(), KillTest(out, args.seed)
+  for number in range(args.kills + 1):
+    test.live(number, kills=number < args.kills)
   test.compare()
-  found = dataclasses.asdict(test.tally)
-  found["seconds"] = round(time.monotonic() - started)
-  found |= {f"kills_at_{moment}": count for moment, count in test.moments.items()}
+  counts = dataclasses.asdict(test.tally)
+  counts["seconds"] = round(time.monotonic() - started)
+  counts |= {f"kills_at_{moment}": count for moment, count in test.moments.items()}
   table = rich.table.Table("count", "value")
-  for name, value in found.items():
+  for name, value in counts.items():
     table.add_row(name.replace("_", " "), str(value))
   rich.console.Console().print(table)
-  print(json.dumps(found))
-  (out / "result.json").write_text(json.dumps(found) + "\n")
+  print(json.dumps(counts))
+  (out / "result.json").write_text(json.dumps(counts) + "\n")
   return 1 if test.tally.faults() else 0
 
 

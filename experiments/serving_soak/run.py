@@ -73,7 +73,7 @@ DROPPED = re.compile(r"^osd:records_dropped\S* (\S+)$", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-  """A prompt and what plain decoding answers, for every number of tokens."""
+  """A prompt and the answer of plain decoding for every number of tokens."""
 
   text: str
   answers: tuple[str, ...]
@@ -103,11 +103,11 @@ def prompts_of(
 ) -> list[Prompt]:
   """Returns prompts of some topics with the target's own greedy answers."""
   config, _ = settings.load(ServeConfig, ["runs/serve.gin"], list(bindings))
-  found = [
+  texts_of = [
     [example.prompt for example in examples.topic_examples(topic, "stream", count)]
     for topic in topics
   ]
-  texts = list(itertools.chain(*zip(*found, strict=True)))[:count]
+  texts = list(itertools.chain(*zip(*texts_of, strict=True)))[:count]
   with Server(config.pair, config.decoding) as whole:
     pair = whole.pair
   with Server(pair.plain(), config.decoding) as plain:
@@ -153,7 +153,7 @@ def verdict(
   work: Work,
   note: Callable[[http_load.Reply], object] = lambda reply: None,
 ) -> str:
-  """Sends a request; returns "" or what is wrong with the answer.
+  """Sends a request; returns a description of its fault, "" if there was none.
 
   Args:
     url: address of the server.
@@ -207,11 +207,11 @@ class Swaps:
   def _watch(self) -> None:
     last, before = None, time.perf_counter()
     while not self._ended.wait(POLL_SECONDS):
-      asked = time.perf_counter()
+      start = time.perf_counter()
       version = json.loads(self._server.get("/live"))["draft_version"]
       if last is not None and version != last:
         self.seen.append((before, time.perf_counter()))
-      last, before = version, asked
+      last, before = version, start
 
 
 def pauses(
@@ -228,14 +228,17 @@ def pauses(
   starts, ends = np.array(swaps, np.float64).reshape(-1, 2).T
   first = np.searchsorted(ends, begun)  # the first swap that is not over
   is_near = np.append(starts, np.inf)[first] < ended
-  taken = 1e3 * (ended - begun)
-  found: dict[str, float] = {}
-  for name, some in (("at swaps", taken[is_near]), ("elsewhere", taken[~is_near])):
-    found[f"pauses {name}"] = len(some)
+  milliseconds = 1e3 * (ended - begun)
+  values: dict[str, float] = {}
+  for name, some in (
+    ("at swaps", milliseconds[is_near]),
+    ("elsewhere", milliseconds[~is_near]),
+  ):
+    values[f"pauses {name}"] = len(some)
     if len(some):
-      found[f"pause {name}, p99, ms"] = round(float(np.percentile(some, 99)), 1)
-      found[f"pause {name}, median, ms"] = round(float(np.median(some)), 1)
-  return found
+      values[f"pause {name}, p99, ms"] = round(float(np.percentile(some, 99)), 1)
+      values[f"pause {name}, median, ms"] = round(float(np.median(some)), 1)
+  return values
 
 
 class Soak:
@@ -280,18 +283,18 @@ class Soak:
     return float(np.median(parts[-1]) / np.median(parts[3]) - 1)
 
 
-def soaked(given: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:
+def soaked(args: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:
   """Runs the server under load and returns all counts."""
-  run_directory = f"ServeConfig.run_directory={str(given.out / 'run')!r}"
+  run_directory = f"ServeConfig.run_directory={str(args.out / 'run')!r}"
   # Refuses nothing: a client that has left keeps its place until the server notices.
-  queue = f"ServeConfig.max_waiting={2 * given.clients}"
+  queue = f"ServeConfig.max_waiting={2 * args.clients}"
   server = http_load.Server(
-    [run_directory, queue, *given.bindings], given.out, {"JAX_LOG_COMPILES": "1"}
+    [run_directory, queue, *args.bindings], args.out, {"JAX_LOG_COMPILES": "1"}
   )
   with server:
     started, soak, swaps = time.monotonic(), Soak(server, works), Swaps(server)
     with swaps:
-      soak.run(given.clients)
+      soak.run(args.clients)
     seconds = time.monotonic() - started
     live = json.loads(server.get("/live"))
     dropped = DROPPED.search(server.get("/metrics"))
@@ -332,23 +335,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--bindings", nargs="*", default=[], help="NAME=VALUE")
   parser.add_argument("--out", type=pathlib.Path, default="runs/serving_soak")
-  given = parser.parse_args(arguments)
-  given.out = given.out.absolute()
-  if (given.out / "run").exists():
-    parser.error(f"--out: {given.out} contains an earlier test; choose a new folder")
-  given.out.mkdir(parents=True, exist_ok=True)
+  args = parser.parse_args(arguments)
+  args.out = args.out.absolute()
+  if (args.out / "run").exists():
+    parser.error(f"--out: {args.out} contains an earlier test; choose a new folder")
+  args.out.mkdir(parents=True, exist_ok=True)
   before, after = (
-    prompts_of(topics, given.prompts, given.bindings) for topics in (BEFORE, AFTER)
+    prompts_of(topics, args.prompts, args.bindings) for topics in (BEFORE, AFTER)
   )
-  found = soaked(given, plan(before, after, given.requests, given.seed))
+  counts = soaked(args, plan(before, after, args.requests, args.seed))
   table = rich.table.Table("count", "value")
-  for name, value in found.items():
+  for name, value in counts.items():
     if not isinstance(value, list):
       table.add_row(name, str(value))
   rich.console.Console().print(table)
-  print(json.dumps(found))
-  (given.out / "result.json").write_text(json.dumps(found) + "\n")
-  return 0 if is_kept(found) else 1
+  print(json.dumps(counts))
+  (args.out / "result.json").write_text(json.dumps(counts) + "\n")
+  return 0 if is_kept(counts) else 1
 
 
 if __name__ == "__main__":

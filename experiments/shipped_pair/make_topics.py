@@ -31,8 +31,8 @@ def seen(topic: str) -> list[topics.Example]:
   """Returns the examples of the split "seen" of one topic, in their train order."""
   train = topics.generate(topic, "train", TRAINED_ON)
   task = examples.TaskConfig(f"generated_{topic}", pattern="any")  # its name is a seed
-  chosen = examples.order(task, TRAINED_ON, seed=0, epoch=0)[: SEEN[topic]]
-  return [train[number] for number in sorted(chosen)]
+  order = examples.order(task, TRAINED_ON, seed=0, epoch=0)[: SEEN[topic]]
+  return [train[number] for number in sorted(order)]
 
 
 def to_lines(found: Iterable[topics.Example]) -> bytes:
@@ -53,18 +53,18 @@ def main() -> None:
   )
   parser.add_argument("--eval", type=int, default=1200)
   parser.add_argument("--stream", type=int, default=400)
-  given = parser.parse_args()
-  given.out.mkdir(parents=True, exist_ok=True)
+  args = parser.parse_args()
+  args.out.mkdir(parents=True, exist_ok=True)
   for topic in topics.TOPICS:
     splits = {
-      split: topics.generate(topic, split, getattr(given, split))
+      split: topics.generate(topic, split, getattr(args, split))
       for split in topics.SPLITS
     }
-    for split, found in {**splits, "seen": seen(topic)}.items():
+    for split, rows in {**splits, "seen": seen(topic)}.items():
       # Without a time stamp the same examples give identical files.
-      data = gzip.compress(to_lines(found), mtime=0)
-      (given.out / f"{topic}.{split}.jsonl.gz").write_bytes(data)
-      print(f"{topic}.{split}: {len(found)} examples, {len(data)} bytes")
+      data = gzip.compress(to_lines(rows), mtime=0)
+      (args.out / f"{topic}.{split}.jsonl.gz").write_bytes(data)
+      print(f"{topic}.{split}: {len(rows)} examples, {len(data)} bytes")
 
 
 if __name__ == "__main__":

@@ -129,39 +129,39 @@ def measured(url: str, name: str, trace_name: str, queries: Sequence[Query]) -> 
 
 def calls_of(body: Mapping[str, Any]) -> int:
   """Returns the target calls of an answer: its verifications, or one for each token."""
-  found = (body.get("metrics") or {}).get("speculative_decoding")
-  if found is None:
+  metrics_of = (body.get("metrics") or {}).get("speculative_decoding")
+  if metrics_of is None:
     raise RuntimeError(
       "the answer has no metrics.speculative_decoding, expected vLLM's field with"
       " num_spec_steps; start the server so that it reports acceptance."
     )
-  return found["num_spec_steps"] or body["usage"]["completion_tokens"]
+  return metrics_of["num_spec_steps"] or body["usage"]["completion_tokens"]
 
 
-def run(given: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
   """Measures what `--out` does not have yet."""
-  systems = {name: SYSTEMS[name] for name in given.systems}
-  if given.oracle:
-    path = str(given.oracle.resolve())
+  systems = {name: SYSTEMS[name] for name in args.systems}
+  if args.oracle:
+    path = str(args.oracle.resolve())
     systems[ORACLE] = (FROZEN, f"PairConfig.draft={path!r}")
-  names = [given.name] if given.url else list(systems)
-  given.out.mkdir(parents=True, exist_ok=True)
-  for trace_name in given.traces:
-    queries = trace(trace_name, given.per_topic)
+  names = [args.name] if args.url else list(systems)
+  args.out.mkdir(parents=True, exist_ok=True)
+  for trace_name in args.traces:
+    queries = trace(trace_name, args.per_topic)
     for name in names:
-      path = given.out / f"{trace_name}_{re.sub(r'[^a-z0-9]+', '_', name.lower())}.json"
+      path = args.out / f"{trace_name}_{re.sub(r'[^a-z0-9]+', '_', name.lower())}.json"
       if path.exists():
         continue
       began = time.perf_counter()
-      if given.url:
-        found = measured(given.url, name, trace_name, queries)
+      if args.url:
+        result = measured(args.url, name, trace_name, queries)
       else:
         with (
           tempfile.TemporaryDirectory() as folder,
           http_load.Server([*SHARED, *systems[name]], pathlib.Path(folder)) as server,
         ):
-          found = measured(server.url, name, trace_name, queries)
-      path.write_text(json.dumps(found) + "\n")
+          result = measured(server.url, name, trace_name, queries)
+      path.write_text(json.dumps(result) + "\n")
       seconds = time.perf_counter() - began
       print(
         f"{trace_name}, {name}: {len(queries)} requests, {seconds:.0f} s", flush=True
@@ -184,7 +184,7 @@ def figures(
     oracle: the run of a draft that knows all topics, on the same trace.
   """
   topics, tokens, calls, spent = (np.asarray(c) for c in zip(*result["requests"]))
-  found = {
+  values = {
     "tokens per call": tokens.sum() / calls.sum(),
     "ms per token": spent.sum() / tokens.sum(),
   }
@@ -193,7 +193,7 @@ def figures(
     window = np.ones(STRETCH)
     theirs = np.asarray([row[2] for row in floor["requests"]])
     ratios = np.convolve(theirs, window, "valid") / np.convolve(calls, window, "valid")
-    found["worst stretch over floor"] = ratios.min()
+    values["worst stretch over floor"] = ratios.min()
   if oracle is not None and stretches:
     best = np.asarray([row[1:3] for row in oracle["requests"]])
     reached = (tokens / calls) / (best[:, 0] / best[:, 1])
@@ -201,28 +201,28 @@ def figures(
       metrics.recovery_requests(list(reached[a:b]), 1.0, RECENT, NEAR) or b - a
       for a, b in stretches
     ]
-    found["requests to recover"] = float(np.median(counts))
+    values["requests to recover"] = float(np.median(counts))
   lost = [
     mean_of(tokens, calls, before) / mean_of(tokens, calls, after)
     for before, after in returns(topics.tolist(), stretches)
   ]
   if lost:
-    found["kept at a return"] = 1 / float(np.exp(np.mean(np.log(lost))))
-  return {name: round(float(value), 4) for name, value in found.items()}
+    values["kept at a return"] = 1 / float(np.exp(np.mean(np.log(lost))))
+  return {name: round(float(value), 4) for name, value in values.items()}
 
 
 def returns(
   topics: Sequence[str], stretches: Sequence[tuple[int, int]]
 ) -> list[tuple[slice, slice]]:
   """Returns the last requests of a topic, and its first ones when it comes again."""
-  found, ended = [], {topics[0]: stretches[0][0] if stretches else 0}
+  pairs, ended = [], {topics[0]: stretches[0][0] if stretches else 0}
   for begin, end in stretches:
     topic = topics[begin]
     if ended.get(topic, 0) >= RECENT:
       last = ended[topic]
-      found.append((slice(last - RECENT, last), slice(begin, begin + RECENT)))
+      pairs.append((slice(last - RECENT, last), slice(begin, begin + RECENT)))
     ended[topic] = end
-  return found
+  return pairs
 
 
 def mean_of(tokens: np.ndarray, calls: np.ndarray, part: slice) -> float:
@@ -246,8 +246,8 @@ def show(folder: pathlib.Path) -> list[dict[str, Any]]:
       continue
     table = rich.table.Table(figure, *names)
     for system in dict.fromkeys(row["system"] for row in rows):
-      own = {row["trace"]: row for row in rows if row["system"] == system}
-      values = [own.get(name, {}).get(figure) for name in names]
+      by_trace = {row["trace"]: row for row in rows if row["system"] == system}
+      values = [by_trace.get(name, {}).get(figure) for name in names]
       table.add_row(system, *("" if v is None else f"{v:.3g}" for v in values))
     console.print(table)
   return rows
@@ -275,14 +275,14 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-  given = options().parse_args()
-  if given.write:
-    for query in trace(given.write, given.per_topic):
+  args = options().parse_args()
+  if args.write:
+    for query in trace(args.write, args.per_topic):
       print(json.dumps(dataclasses.asdict(query), ensure_ascii=False))
     return
-  if not given.table:
-    run(given)
-  show(given.out)
+  if not args.table:
+    run(args)
+  show(args.out)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,9 @@ def make_settings(
     arrays[name] = np.full((rows,), value, dtype)
   if values:
     raise TypeError(f"make_settings: unknown settings {sorted(values)}")
-  halves = np.stack(np.divmod(arrays.pop("cache_salt"), np.uint64(2**32)), axis=1)
-  return base.SamplingSettings(**arrays, cache_salt=halves.astype(np.uint32))
+  halves = np.divmod(arrays.pop("cache_salt"), np.uint64(2**32))
+  salt: Any = np.stack(halves, axis=1).astype(np.uint32)
+  return base.SamplingSettings(**arrays, cache_salt=salt)
 
 
 def is_penalized(settings: base.SamplingSettings) -> Bool[Array, ""]:

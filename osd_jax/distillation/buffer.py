@@ -41,7 +41,7 @@ class BufferConfig(base.Config):
   """
 
   capacity: base.Count = 1024
-  recency_half_life: base.Positive | None = None
+  recency_half_life: base.Positive | None = 800.0
   keep_target_states: bool = True
 
 
@@ -193,8 +193,8 @@ def shortlist(model: base.Model, buffer: ReplayBuffer) -> np.ndarray | None:
   """
   if not model.shortlist:
     return None
-  chosen = likeliest_tokens(buffer, model.vocab_size, model.shortlist, model.eos_ids)
-  return np.asarray(chosen)
+  tokens = likeliest_tokens(buffer, model.vocab_size, model.shortlist, model.eos_ids)
+  return np.asarray(tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("vocab_size", "size", "eos_ids"))
@@ -215,15 +215,15 @@ def likeliest_tokens(
   """
   records, rows = buffer.data.records, buffer.data.weight
   # Unused slots have weight 0; their zeroed records would count token 0.
-  counted = buffer.data.mask & (rows[:, None] > 0)
+  is_counted = buffer.data.mask & (rows[:, None] > 0)
   ids = records.ids[..., :SHORTLIST_RANKS]
   log_probs = records.log_probs[..., :SHORTLIST_RANKS]
-  mass = jnp.where(counted[..., None], jnp.exp(log_probs), 0.0)
+  mass = jnp.where(is_counted[..., None], jnp.exp(log_probs), 0.0)
   expected = jnp.zeros(vocab_size).at[ids.astype(jnp.int32)].add(mass)
   expected = expected.at[np.asarray(eos_ids)].set(jnp.inf)
   # Of equal entries, top_k returns the one with the lower index first.
-  _, chosen = jax.lax.top_k(expected, size)
-  return jnp.sort(chosen).astype(jnp.int32)
+  _, tokens = jax.lax.top_k(expected, size)
+  return jnp.sort(tokens).astype(jnp.int32)
 
 
 def _draw(
@@ -247,10 +247,10 @@ def _draw(
 
 def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Records:
   """Returns records in the buffer's dtypes; `make(shape, dtype)` makes each leaf."""
-  kept = (*leading, min(record_top_k, vocab_size))
+  shape = (*leading, min(record_top_k, vocab_size))
   return base.Records(
-    log_probs=make(kept, np.float32),
-    ids=make(kept, base.id_dtype(vocab_size)),
+    log_probs=make(shape, np.float32),
+    ids=make(shape, base.id_dtype(vocab_size)),
     tail=make(leading, np.float32),
     error=make(leading, np.bool_),
   )

@@ -17,13 +17,13 @@ the target is not called. A draft learns from an answer after it has been scored
 
 **The test.** A trial bets that one draft is better than another. After each answer its
 capital is multiplied by 1 + bet * x, where x is the difference of the two overlaps, cut
-to the range from -cap to cap and divided by cap. If x has no positive mean given the
+to the range from -CAP to CAP and divided by CAP. If x has no positive mean given the
 past, the capital is a supermartingale: the probability that it ever reaches 1 /
 error_rate times its first value is at most error_rate, however long the trial lasts
 (Ville's inequality; Waudby-Smith and Ramdas 2024, "Estimating means of bounded random
 variables by betting", arXiv:2010.09686, section 4). Three bets share the capital,
 because the best bet depends on the difference. A trial that shows no gain after
-`window` answers is lost, and the next one begins. For drafts that are equally good, x
+`WINDOW` answers is lost, and the next one begins. For drafts that are equally good, x
 has mean 0 with every cap, because they could be exchanged. In general, a loss larger
 than the cap counts as the cap. Without a cap, a gain of .02 could not be shown in less
 than about 300 answers, because a loss of 1 on one answer in 50 would outweigh it.
@@ -45,12 +45,15 @@ the floor draft's is that of `OnlineConfig.floor_metering`. The rest is plain Py
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from osd_jax import base
 
 BETS = (0.1, 0.3, 0.9)  # shares of the capital that are at risk in each answer
+# Differences of overlap on one answer count up to this. A smaller cap decides sooner,
+# but a draft that is a little better on most answers and much worse on a few may pass.
+CAP = 0.1
+WINDOW = 16  # scored answers after which a trial that shows no gain is lost
 EVERY = 4  # one of this many answers is scored while no trial leads
 
 
@@ -61,15 +64,9 @@ class GateConfig(base.Config):
   Attributes:
     error_rate: largest probability that a run makes any decision without a reason: to
       serve trained drafts that are no better, or to take back some that are no worse.
-    cap: difference of overlaps on one answer from which on a larger one counts no more.
-      A smaller cap decides sooner, but a draft that is a little better on most answers
-      and much worse on a few may pass.
-    window: scored answers after which a comparison that shows no gain begins again.
   """
 
   error_rate: Annotated[float, base.Above(0), base.Below(1)] = 0.01
-  cap: Annotated[float, base.Above(0), base.Between(0, 1)] = 0.1
-  window: base.Count = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,17 +99,17 @@ class Series:
     stake = self.trial.stake if self.trial is not None and won else 0.0
     return Series(self.begun, passed_on=stake)
 
-  def score(self, config: GateConfig, gain: float | None) -> "Series":
+  def score(self, gain: float | None) -> "Series":
     """Returns the series after one more answer with this difference of overlap."""
     trial = self.trial
     if trial is None or gain is None:
       return self
-    x = min(max(gain / config.cap, -1.0), 1.0)
+    x = min(max(gain / CAP, -1.0), 1.0)
     capital = tuple(
       money * (1 + bet * x) for money, bet in zip(trial.capital, BETS, strict=True)
     )
     scored = Trial(trial.stake, capital, trial.answers + 1, trial.gain + gain)
-    shows_nothing = scored.answers >= config.window and sum(capital) <= trial.stake
+    shows_nothing = scored.answers >= WINDOW and sum(capital) <= trial.stake
     return self.begin() if shows_nothing else dataclasses.replace(self, trial=scored)
 
   @property
@@ -158,19 +155,6 @@ class GateState:
       return None
     return self.proven if self.follows else self.newest
 
-  @classmethod
-  def from_json(cls, values: Mapping[str, Any]) -> "GateState":
-    """Returns the state whose `dataclasses.asdict` these values are."""
-
-    def series(found: Mapping[str, Any]) -> Series:
-      trial = found["trial"]
-      if trial is not None:
-        trial = Trial(**{**trial, "capital": tuple(trial["capital"])})
-      return Series(**{**found, "trial": trial})
-
-    nested = {name: series(values[name]) for name in ("up", "down", "floor")}
-    return cls(**{**values, **nested})
-
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
@@ -183,14 +167,14 @@ class Decision:
 
   def sentence(self) -> str:
     """Returns the decision in words."""
-    said = {
+    text = {
       "promoted": f"trained drafts serve, beginning with version {self.version}",
       "confirmed": f"version {self.version} is the draft to return to",
       "taken_back": f"version {self.version} serves again",
       "floor_returned": "the first draft serves again",
     }[self.name]
     return (
-      f"gate: {said}; {self.answers} answers show that it is better, by"
+      f"gate: {text}; {self.answers} answers show that it is better, by"
       f" {self.gain:.3f} of overlap."
     )
 
@@ -248,9 +232,9 @@ def observe(
   behind = None if ahead is None else -ahead
   state = dataclasses.replace(
     state,
-    up=state.up.score(config, behind if state.follows else ahead),
-    down=state.down.score(config, ahead),
-    floor=state.floor.score(config, _lead(floor, serving)),
+    up=state.up.score(behind if state.follows else ahead),
+    down=state.down.score(ahead),
+    floor=state.floor.score(_lead(floor, serving)),
   )
   # Returns go first: something got worse.
   floor_won, down_won = state.floor.is_won(config), state.down.is_won(config)
@@ -265,7 +249,7 @@ def observe(
 
 
 def _lead(overlap: float | None, serving: float) -> float | None:
-  """Difference to the overlap of the serving draft; None if there is none."""
+  """Returns how far an overlap is above the serving draft's, or None if it is None."""
   if overlap is None:
     return None
   return (overlap if math.isfinite(overlap) else 0.0) - serving

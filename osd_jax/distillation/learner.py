@@ -396,9 +396,9 @@ class Learner:
       # Rows of weight 0 are compiled like others but not added.
       weightless = self._with_states(batch).replace(weight=batch.weight * 0)
       self._buffer = self._append(self._buffer, weightless)
-    (drawn,) = self._draw(1)
+    (sample,) = self._draw(1)
     update_lib.warm_up(
-      self._draft, self.config.update, self.runner.learner, drawn, self._frozen
+      self._draft, self.config.update, self.runner.learner, sample, self._frozen
     )
 
   def try_update(self, slices: int, serve: Callable[[], bool] = lambda: False) -> None:
@@ -569,10 +569,10 @@ class Learner:
     self.serving = self._draft.join(arrays["serving"], self._frozen)
     self._buffer = arrays.get("buffer", self._buffer)
     self.finished, self._since = host["finished"], host["since"]
-    self._schedule = type(self._schedule)(**host["schedule"])
-    self.costs = host["costs"] and Costs.from_json(host["costs"])
+    self._schedule = base.from_json(host["schedule"], type(self._schedule))
+    self.costs = base.from_json(host["costs"], Costs | None)
     self.version = host["version"]
-    self.gate = gate_lib.GateState.from_json(host["gate"])
+    self.gate = base.from_json(host["gate"], gate_lib.GateState)
     for name, trained in arrays.get("drafts", {}).items():
       self._drafts[name] = self._draft.join(trained, self._frozen)
     if host["launched"] is not None:

@@ -40,10 +40,10 @@ Divergence = Callable[[Buckets, Buckets], Float[Array, "*rows"]]
 
 def target_buckets(records: base.Records) -> Buckets:
   """Returns the target's log-masses of the k kept tokens and the tail, tail last."""
-  kept = records.log_probs.astype(jnp.float32)
+  top = records.log_probs.astype(jnp.float32)
   # Floor before the logarithm; k = V has an exact 0 here.
   tail = jnp.maximum(records.tail.astype(jnp.float32), np.finfo(np.float32).tiny)
-  buckets = jnp.concatenate([kept, jnp.log(tail)[..., None]], axis=-1)
+  buckets = jnp.concatenate([top, jnp.log(tail)[..., None]], axis=-1)
   # A floor far below every real mass; it only replaces -inf, whose product with a mass
   # of 0 would be NaN.
   return jnp.maximum(buckets, TARGET_FLOOR)
@@ -74,18 +74,18 @@ def _kept_and_tail(
 
 
 def _kept_and_tail_forward(logits, ids):
-  kept = jnp.take_along_axis(logits, ids, axis=-1)
+  top = jnp.take_along_axis(logits, ids, axis=-1)
   others = jnp.put_along_axis(logits, ids, _MASKED, axis=-1, inplace=False)
   tail = jax.nn.logsumexp(others, axis=-1, keepdims=True)
-  return jnp.concatenate([kept, tail], axis=-1), (others, ids, tail)
+  return jnp.concatenate([top, tail], axis=-1), (others, ids, tail)
 
 
 def _kept_and_tail_backward(saved, gradient):
   others, ids, tail = saved
-  kept, of_tail = gradient[..., :-1], gradient[..., -1:]
+  top, of_tail = gradient[..., :-1], gradient[..., -1:]
   # Rows that the loss ignores have gradient 0, but their logits may be NaN.
   rest = jnp.where(of_tail == 0, 0.0, of_tail * jnp.exp(others - tail))
-  return jnp.put_along_axis(rest, ids, kept, axis=-1, inplace=False), None
+  return jnp.put_along_axis(rest, ids, top, axis=-1, inplace=False), None
 
 
 _kept_and_tail.defvjp(_kept_and_tail_forward, _kept_and_tail_backward)
@@ -139,16 +139,17 @@ class LossConfig(base.Config):
     num_positions: P, number of these positions that a slice samples per row; 0 uses
       all.
     num_tokens: number of tokens that a slice compares, those with most of the
-      target's mass in its micro-batch; 0 uses the whole vocabulary.
+      target's mass in its micro-batch, and at least `record_top_k` of them; 0 uses
+      the whole vocabulary.
     num_negatives: number of random tokens that represent all others. With 0, the loss
       does not see the mass that the draft gives to tokens outside `num_tokens`.
   """
 
-  divergence: Annotated[str, base.OneOf(*DIVERGENCES)] | Divergence = "forward_kl"
-  jsd_beta: Annotated[float, base.Above(0), base.Below(1)] = 0.5
+  divergence: Annotated[str, base.OneOf(*DIVERGENCES)] | Divergence = "jsd"
+  jsd_beta: Annotated[float, base.Above(0), base.Below(1)] = 0.1
   positions: Annotated[str, base.OneOf(*POSITIONS)] = "all"
-  num_positions: base.CountOrZero = 0
-  num_tokens: base.CountOrZero = 0
+  num_positions: base.CountOrZero = 12
+  num_tokens: base.CountOrZero = 256
   num_negatives: base.CountOrZero = 0
 
   @property
@@ -178,10 +179,10 @@ def chosen_positions(
   config: LossConfig, batch: base.DistillationBatch
 ) -> Bool[Array, "R T"]:
   """Returns which positions the loss reads; never padding, never rows of weight 0."""
-  chosen = batch.mask & (batch.weight > 0)[:, None]
+  is_read = batch.mask & (batch.weight > 0)[:, None]
   if config.positions == "error":
-    chosen = chosen & batch.records.error
-  return chosen
+    is_read = is_read & batch.records.error
+  return is_read
 
 
 def distillation_loss(
@@ -197,29 +198,29 @@ def distillation_loss(
     InputError: the shapes of logits and batch differ.
   """
   _check_shapes(draft_logits, batch)
-  chosen = chosen_positions(config, batch)
-  keep = chosen[..., None]
+  is_read = chosen_positions(config, batch)
+  keep = is_read[..., None]
   # Replace unread entries before and after the logits enter: `where` on the result
   # alone would still multiply NaN by a zero gradient.
   records = batch.records.replace(
     log_probs=jnp.where(keep, batch.records.log_probs, 0.0),
-    tail=jnp.where(chosen, batch.records.tail, 0.0),
+    tail=jnp.where(is_read, batch.records.tail, 0.0),
   )
   draft = _normalized(jnp.where(keep, _draft_buckets(records, draft_logits), 0.0))
   values = divergence(config)(target_buckets(records), draft)
-  weights = jnp.where(chosen, batch.weight[:, None], 0.0)
+  weights = jnp.where(is_read, batch.weight[:, None], 0.0)
   total = jnp.sum(weights)
   # Without any chosen position 0 / 0 would make the gradient NaN.
-  mean = jnp.sum(weights * jnp.where(chosen, values, 0.0))
+  mean = jnp.sum(weights * jnp.where(is_read, values, 0.0))
   return jnp.where(total > 0, mean / jnp.where(total > 0, total, 1.0), 0.0)
 
 
 def _check_shapes(logits: jax.Array, batch: base.DistillationBatch) -> None:
   rows_and_length = batch.mask.shape
-  kept = batch.records.ids.shape[-1]
-  if logits.shape[:-1] != rows_and_length or logits.shape[-1] < kept:
+  top = batch.records.ids.shape[-1]
+  if logits.shape[:-1] != rows_and_length or logits.shape[-1] < top:
     raise base.InputError(
       f"distillation_loss: draft_logits has shape {logits.shape}, expected [R, T] = "
-      f"{rows_and_length} and V >= k = {kept}; score the draft on `batch.target`, "
+      f"{rows_and_length} and V >= k = {top}; score the draft on `batch.target`, "
       "with the vocabulary of the records."
     )

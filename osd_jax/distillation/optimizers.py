@@ -1,4 +1,4 @@
-"""Optimisers by name, for distillation and supervised training."""
+"""Optimizers by name, for distillation and supervised training."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(base.Config):
-  """An optimiser and its learning-rate schedule.
+  """An optimizer and its learning-rate schedule.
 
   Attributes:
     name: a key of `OPTIMIZERS`.
@@ -46,20 +46,20 @@ class OptimizerConfig(base.Config):
     embedding_multiplier: factor on the updates of every parameter whose path contains
       "embedding" (token embeddings, and relative biases as `rel_embedding`).
     query_multiplier: factor on the updates of every parameter whose path contains
-      "query". T5 does not scale attention; its query kernels are initialised
-      head_dim ** -.5 times smaller instead. Optimisers with a fixed step size, like
+      "query". T5 does not scale attention; its query kernels are initialized
+      head_dim ** -.5 times smaller instead. Optimizers with a fixed step size, like
       AdamW, then change them too fast; head_dim ** -.5 here corrects that and allows
       larger rates.
   """
 
   name: Annotated[str, base.OneOf(*OPTIMIZERS)] = "adamw"
-  learning_rate: base.Positive = 1e-3
+  learning_rate: base.Positive = 8e-4
   clip_norm: base.Positive | None = 1.0
-  warmup_steps: base.CountOrZero = 0
+  warmup_steps: base.CountOrZero = 20
   schedule: Annotated[str, base.OneOf(*SCHEDULES)] = "constant"
   total_steps: int | None = None
   embedding_multiplier: base.Positive = 1.0
-  query_multiplier: base.Positive = 1.0
+  query_multiplier: base.Positive = 0.18
 
   def checks(self):
     end, warmup = self.total_steps, self.warmup_steps
@@ -88,7 +88,7 @@ def learning_rate(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """Chains clipping, the optimiser and the multipliers.
+  """Chains clipping, the optimizer and the multipliers.
 
   The transformation's `update` needs the parameters as third argument.
   """

@@ -7,18 +7,10 @@ A schedule is a pair of functions, as in optax:
 
 `update` is called once per finished request. It returns how many slices the update that
 starts now has, 0 for no update. Schedules are plain Python and never read a clock, so
-that a run repeats exactly. The overlap of a single request is noisy, so both schedules
-compare means over windows.
+that a run repeats exactly. The overlap of a single request is noisy, so they compare
+means over windows.
 
-`ScheduleConfig` updates at a fixed interval, paused while overlap is flat:
-
-  active -> paused   for `PAUSE_AFTER_FLAT` requests in a row, the mean of the last
-                     window is neither better than that of the window before by
-                     `FLAT_TOLERANCE` nor worse by `DRIFT_DROP`; or at once if it is
-                     at least `ENOUGH`
-  paused -> active   the mean of the last `RESUME_WINDOW` requests is `RESUME_DROP`
-                     below the level at the pause (a shift), or the mean of the last
-                     `DRIFT_WINDOW` is `DRIFT_DROP` below it (a drift)
+`ScheduleConfig` updates at a fixed interval.
 
 `WorthConfig` starts an update where it should save more time than it takes:
 
@@ -43,28 +35,19 @@ most one grant and `PROBE_SHARE` of the time, however long the stream is.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from osd_jax import base
 from osd_jax.costs.table import Costs
 
 NOISE = 0.15  # standard deviation of the overlap of one request
 
-# --- ScheduleConfig. All windows are counted in finished requests.
-WINDOW = 40  # length of the two windows whose means are compared
-FLAT_TOLERANCE = 0.01  # improvement between the windows that still counts as flat
-PAUSE_AFTER_FLAT = 15  # requests in a row that must look flat before a pause
-ENOUGH = 0.95  # mean overlap of a window at which updates pause
-# With this noise per request, these give less than one false resumption in 1,000
-# requests, and notice a drop of 0.3 within 8 requests.
-RESUME_WINDOW, RESUME_DROP = 8, 0.2
-DRIFT_WINDOW, DRIFT_DROP = 100, 0.075
-
-# --- WorthConfig
-VERSIONS = 24  # updates over which the slope is taken
-SHORT, LONG = 8, 48  # requests whose means show a sharp and a slow drop
+# All windows are counted in finished requests.
+SHORT, SHIFT = 8, 0.2  # requests whose mean shows a shift, and how far it moves
+LONG, SLOW_DROP = 48, 0.1  # the same for a slow drop during a pause
 START, NOW = 16, 32  # requests whose means are the start of an episode, and its present
-SHARP_DROP, SLOW_DROP = 0.2, 0.1  # how far those means fall at a drop
+HISTORY = 64  # requests that a schedule remembers
+VERSIONS = 24  # updates over which the slope is taken
 PACE = 0.02  # share of the gap to 1 that an update closes, until evidence replaces it
 HOPE = 0.5  # standard errors by which the next update may be better than expected
 SURE = 2.5  # standard errors at which a rise of overlap is certain
@@ -88,8 +71,8 @@ class Request(NamedTuple):
 class Schedule(Protocol):
   """Decides when updates happen.
 
-  Its state is a dataclass of JSON values, with a field `paused`. A checkpoint stores
-  `dataclasses.asdict(state)`, and the class of the state accepts these fields again.
+  Its state is a dataclass of JSON values with a member `paused`. A checkpoint stores
+  `dataclasses.asdict(state)` and restores it with `base.from_json`.
   """
 
   @property
@@ -126,25 +109,21 @@ class _State:
   finished: int = 0  # requests seen
   last_update: int = 0  # `finished` when the last update started
   updates: int = 0  # updates started
-  paused: bool = False  # whether updates are paused
   recent: tuple[float, ...] = ()  # overlaps of the last requests, oldest first
-  # Overlap at the last pause; None before any, and until it is certain.
-  level: float | None = None
-  changed: int = 0  # `finished` at the last pause or resumption
-
-  def __post_init__(self):
-    for name, value in vars(self).items():
-      if isinstance(value, list):  # JSON has no tuples
-        object.__setattr__(self, name, base.as_tuples(value))
-
-  def is_due(self, interval: int, request: Request) -> bool:
-    """Whether an update may start now."""
-    waited = self.finished - self.last_update >= interval
-    return waited and not self.paused and request.slices > 0
 
   def mean(self, count: int) -> float:
     """Mean overlap of the last `count` requests."""
     return _mean(self.recent[-count:])
+
+
+def shift(overlaps: Sequence[float]) -> float:
+  """Returns how far the mean of the last `SHORT` overlaps is from that of the others.
+
+  A difference above `SHIFT` shows a shift of traffic: the noise of single requests
+  alone rarely reaches it. 0 if there are fewer than `SHORT` others.
+  """
+  newer, earlier = overlaps[-SHORT:], overlaps[:-SHORT]
+  return _mean(newer) - _mean(earlier) if len(earlier) >= SHORT else 0.0
 
 
 def _checked(state: _State, overlap: float) -> float:
@@ -171,14 +150,12 @@ class ScheduleConfig(base.Config):
 
   Attributes:
     update_interval: I, finished requests from one update to the next.
-    pause: whether updates pause while overlap is flat or high.
     much_to_gain: gap to an overlap of 1 from which on an update has all its slices.
       A smaller gap shortens it in proportion, to one slice at least. 0 never shortens.
   """
 
-  update_interval: base.Count = 8
-  pause: bool = True
-  much_to_gain: base.Share = 0.0
+  update_interval: base.Count = 4
+  much_to_gain: base.Share = 0.25
 
   @property
   def needs_costs(self) -> bool:
@@ -196,15 +173,12 @@ class ScheduleConfig(base.Config):
     del costs
     recent = (*state.recent, _checked(state, request.overlap))
     state = dataclasses.replace(
-      state,
-      finished=state.finished + 1,
-      recent=recent[-max(2 * WINDOW, DRIFT_WINDOW) :],
+      state, finished=state.finished + 1, recent=recent[-SHORT:]
     )
-    if self.pause:
-      state = _resume(state) if state.paused else _pause_if_flat(state)
-    if not state.is_due(self.update_interval, request):
+    is_due = state.finished - state.last_update >= self.update_interval
+    if not is_due or not request.slices:
       return state, 0
-    gap = 1.0 - state.mean(RESUME_WINDOW)
+    gap = 1.0 - state.mean(SHORT)
     share = min(gap / self.much_to_gain, 1.0) if self.much_to_gain else 1.0
     # Rounding must not turn 8.000000001 slices into 9.
     slices = max(math.ceil(request.slices * share - 1e-6), 1)
@@ -216,52 +190,9 @@ class ScheduleConfig(base.Config):
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleState(_State):
-  """State of `ScheduleConfig`."""
+  """State of `ScheduleConfig`, which never pauses."""
 
-  flat: int = 0  # requests in a row that looked flat
-  pauses: int = 0  # number of pauses
-
-
-def _pause_if_flat(state: ScheduleState) -> ScheduleState:
-  """Pauses if overlap is high enough, or has been flat for long enough."""
-  newer, older = state.recent[-WINDOW:], state.recent[-2 * WINDOW : -WINDOW]
-  # After a resumption the window must be full of requests that came since then.
-  full = len(newer) == WINDOW and state.finished - state.changed >= WINDOW
-  if full and _mean(newer) >= ENOUGH:
-    return _paused_at(state, _mean(newer))
-  if len(older) < WINDOW:
-    return state
-  # A clear loss is not flat: after a shift the draft has much to learn again.
-  gain = _mean(newer) - _mean(older)
-  flat = state.flat + 1 if -DRIFT_DROP < gain < FLAT_TOLERANCE else 0
-  if flat < PAUSE_AFTER_FLAT:
-    return dataclasses.replace(state, flat=flat)
-  # The mean of both windows is the level, because it does not depend on their
-  # difference, by which this moment was chosen.
-  return _paused_at(state, _mean(older + newer))
-
-
-def _paused_at(state: ScheduleState, level: float) -> ScheduleState:
-  return dataclasses.replace(
-    state,
-    flat=0,
-    paused=True,
-    level=level,
-    changed=state.finished,
-    pauses=state.pauses + 1,
-  )
-
-
-def _resume(state: ScheduleState) -> ScheduleState:
-  """Resumes if overlap has dropped, sharply or slowly."""
-  level = state.level if state.level is not None else 0.0
-  sharp = state.mean(RESUME_WINDOW) < level - RESUME_DROP
-  # Overlaps from before the pause may be low: the long window must lie after it.
-  rested = state.finished - state.changed >= DRIFT_WINDOW
-  slow = rested and state.mean(DRIFT_WINDOW) < level - DRIFT_DROP
-  if not (sharp or slow):
-    return state
-  return dataclasses.replace(state, paused=False, flat=0, changed=state.finished)
+  paused: ClassVar[bool] = False
 
 
 # --- Where it pays --------------------------------------------------------------------
@@ -324,7 +255,8 @@ class WorthConfig(base.Config):
       if state.level is None and len(state.recent) >= NOW:
         state = dataclasses.replace(state, level=state.mean(NOW))
       state = _probe(state) if _may_probe(self, costs, state) else state
-    if not state.is_due(self.update_interval, request):
+    is_due = state.finished - state.last_update >= self.update_interval
+    if not is_due or state.paused or not request.slices:
       return state, 0
     return _launched(self, costs, state), request.slices
 
@@ -347,9 +279,13 @@ class WorthState(_State):
   """State of `WorthConfig`.
 
   An episode begins with the first request, with every drop, and with every probe.
-  `recent` holds at most 64 overlaps since the last drop.
+  `recent` holds at most `HISTORY` overlaps since the last drop.
   """
 
+  paused: bool = False  # whether updates are paused
+  # Overlap at the last pause; None before any, and until it is certain.
+  level: float | None = None
+  changed: int = 0  # `finished` at the last pause, drop or probe
   tokens: float = 0.0  # running mean of a request's tokens; 0 before the first
   probing: bool = False  # whether the episode is a probe out of a pause
   # (requests, mean overlap) of each version that served in this episode, oldest first,
@@ -377,8 +313,8 @@ class WorthState(_State):
     if self.mixed <= self.now or self.now >= 1:
       return overlap
     # Of the draft's gap, the cache leaves this share open.
-    left = (1 - self.mixed) / (1 - self.now)
-    return max(1 - (1 - overlap) * left, 0.0)
+    open_share = (1 - self.mixed) / (1 - self.now)
+    return max(1 - (1 - overlap) * open_share, 0.0)
 
   @property
   def assumed_gain(self) -> float:
@@ -436,7 +372,7 @@ def _noted(
     tokens=float(mean),
     mixed=float(mixed),
     versions=tuple(versions),
-    recent=(*state.recent, overlap)[-64:],
+    recent=(*state.recent, overlap)[-HISTORY:],
     start=start,
   )
 
@@ -474,10 +410,8 @@ def _has_risen(state: WorthState) -> bool:
 
 def _has_dropped(state: WorthState) -> bool:
   """Returns whether overlap fell: sharply at any time, or slowly since the pause."""
-  if len(state.recent) >= 2 * SHORT:
-    before = _mean(state.recent[:-SHORT])
-    if state.mean(SHORT) < before - SHARP_DROP:
-      return True
+  if shift(state.recent) < -SHIFT:
+    return True
   if not state.paused or state.level is None:
     return False
   rested = state.finished - state.changed >= LONG
@@ -532,15 +466,15 @@ def _may_probe(config: WorthConfig, costs: Costs, state: WorthState) -> bool:
 
 def _probe(state: WorthState) -> WorthState:
   """Begins an episode out of a pause, with the last requests as its start."""
-  seen = state.recent[-NOW:]
-  served = (len(seen), _mean(seen))
+  recent = state.recent[-NOW:]
+  served = (len(recent), _mean(recent))
   return dataclasses.replace(
     state,
     paused=False,
     probing=True,
     versions=(served,),
     start=served,
-    changed=state.finished - len(seen),
+    changed=state.finished - len(recent),
   )
 
 

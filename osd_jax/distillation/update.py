@@ -40,11 +40,11 @@ class UpdateConfig(base.Config):
 
   optimizer: optimizers.OptimizerConfig = optimizers.OptimizerConfig()
   loss: losses.LossConfig = losses.LossConfig()
-  steps_per_update: base.Count = 2
+  steps_per_update: base.Count = 16
   num_new: base.CountOrZero = 4
-  num_replay: base.CountOrZero = 4
-  length_multiple: base.CountOrZero = 0
-  ema_decay: Annotated[float, base.AtLeast(0), base.Below(1)] = 0.0
+  num_replay: base.CountOrZero = 12
+  length_multiple: base.CountOrZero = 16
+  ema_decay: Annotated[float, base.AtLeast(0), base.Below(1)] = 0.9
 
   def checks(self):
     expected = f"num_new ({self.num_new}) + num_replay to be at least 1"

@@ -40,7 +40,7 @@ class GenerateConfig(base.Config):
 
   pair: pairs.PairConfig = pairs.PairConfig()
   decoding: DecodingConfig = server.DECODING
-  learning: LearningConfig = server.LEARNING
+  learning: LearningConfig = LearningConfig()
   partition: sharding.PartitionConfig = sharding.PartitionConfig()
 
 

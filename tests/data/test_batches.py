@@ -127,19 +127,3 @@ def test_corpus_has_every_example_once(vocabulary):
   for count in (4, 100):
     some = read_corpus(_config(), vocabulary, count)
     assert [vocabulary.decode(e.tokens) for e in some] == texts[:count]
-
-
-@pytest.mark.parametrize(
-  ("fields", "message"),
-  [
-    ({"tasks": ()}, "BatchConfig.tasks"),
-    ({"tasks": (TASKS[0], TASKS[0])}, "BatchConfig.tasks.*each of them once"),
-    ({"source_length": 1}, "BatchConfig.source_length"),
-    ({"limit_rows": True}, "BatchConfig.limit_rows"),
-    ({"limit_rows": (1, 0)}, "BatchConfig.limit_rows"),
-    ({"limit_rows": (1,)}, "BatchConfig.limit_rows"),
-  ],
-)
-def test_invalid_config_error_names_the_field(fields, message):
-  with pytest.raises(ValueError, match=message):
-    _config(**fields)

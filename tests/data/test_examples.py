@@ -137,25 +137,6 @@ def test_published_data_sets_can_be_read(shared_data):
     assert len(TaskExamples(task, t5)) > 900
 
 
-@pytest.mark.parametrize(
-  ("fields", "message"),
-  [
-    ({"name": ""}, "TaskConfig.name"),
-    ({"name": "a b"}, "TaskConfig.name"),
-    ({"name": "ä"}, "TaskConfig.name"),
-    ({"preprocessor": "nope"}, "TaskConfig.preprocessor.*gsm8k"),
-    ({"pattern": ""}, "TaskConfig.pattern.*expected a path"),
-    ({"rows": 0}, "TaskConfig.rows"),
-    ({"rows": 1.5}, "TaskConfig.rows.*int"),
-    ({"prompt": "question"}, "TaskConfig.prompt.*'question'.*in braces"),
-    ({"reference": "{question"}, "TaskConfig.reference.*in braces"),
-  ],
-)
-def test_invalid_config_error_names_the_field(fields, message):
-  with pytest.raises(ValueError, match=message):
-    TaskConfig(**{"name": "a", "pattern": "a.jsonl", **fields})
-
-
 def _assert_refused(task, vocabulary, match):
   with pytest.raises(base.InputError, match=match) as caught:
     TaskExamples(task, vocabulary)

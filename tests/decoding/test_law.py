@@ -17,7 +17,7 @@ from osd_jax import base, testing
 from osd_jax.decoding import accept as accept_lib
 from osd_jax.decoding import drafters, rounds, sampling
 
-pytestmark = pytest.mark.usefixtures("full_optimisation")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 VOCAB, LENGTH = 6, 3
 DRAWS = 96_000  # per setting; a temperature that is 5 % too high is noticed

@@ -22,7 +22,7 @@ from osd_jax.decoding import state as state_lib
 from osd_jax.models import attached, families
 from osd_jax.models.shapes import AttachedConfig, DraftServing
 
-pytestmark = pytest.mark.usefixtures("full_optimisation")
+pytestmark = pytest.mark.usefixtures("full_optimization")
 
 ROWS, LENGTH, DRAFTED, VOCAB = 20_000, 3, 2, 12
 THRESHOLD = 1e-6

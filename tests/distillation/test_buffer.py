@@ -38,14 +38,14 @@ def batch_of(values, weights=None):
   values = np.asarray(values)
   rows = len(values)
   positions = np.broadcast_to(values[:, None], (rows, LENGTH))
-  kept = np.broadcast_to(values[:, None, None], (rows, LENGTH, TOP_K))
+  entries = np.broadcast_to(values[:, None, None], (rows, LENGTH, TOP_K))
   return base.DistillationBatch(
     source=jnp.asarray(np.broadcast_to(values[:, None], (rows, SOURCE)), jnp.int32),
     target=jnp.asarray(positions, jnp.int32),
     mask=jnp.asarray(positions % 2 == 0),
     records=base.Records(
-      log_probs=jnp.asarray(-kept, jnp.float32),
-      ids=jnp.asarray(kept % 50_000, jnp.uint16),
+      log_probs=jnp.asarray(-entries, jnp.float32),
+      ids=jnp.asarray(entries % 50_000, jnp.uint16),
       tail=jnp.asarray(positions / 1e6, jnp.float32),
       error=jnp.asarray(positions % 3 == 0),
     ),
@@ -112,12 +112,12 @@ def test_sample_has_distinct_new_rows_and_distinct_replayed_rows(history, data, 
   assert same(whole, batch_of(whole.source[:, 0], whole.weight))
   parts = (slice(0, NEW), oracle.since(since)), (slice(NEW, None), oracle.since(0))
   for part, allowed in parts:
-    drawn = rows.source[part, 0][present[part]].tolist()
+    sampled = rows.source[part, 0][present[part]].tolist()
     count = part.stop or NEW + REPLAY
-    assert len(drawn) == min(count - part.start, len(allowed))
-    assert len(set(drawn)) == len(drawn)
-    found = set(zip(drawn, rows.weight[part][present[part]].tolist(), strict=True))
-    assert found <= {(value, weight) for _, value, weight in allowed}
+    assert len(sampled) == min(count - part.start, len(allowed))
+    assert len(set(sampled)) == len(sampled)
+    result = set(zip(sampled, rows.weight[part][present[part]].tolist(), strict=True))
+    assert result <= {(value, weight) for _, value, weight in allowed}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_random_histories_reveal_stored_padding_and_lost_rows(fault):
 
 def test_sampling_is_deterministic_and_does_not_change_the_buffer():
   buffer = filled_with(6, 6)
-  config = replay.BufferConfig(6)
+  config = replay.BufferConfig(6, None)
   draw = lambda seed: sample(buffer, jax.random.key(seed), 1, 3, config, 4)
   before = jax.tree.map(np.array, buffer)
   assert same(draw(1), draw(1))
@@ -177,10 +177,10 @@ def test_replay_distribution_follows_the_recency_half_life():
 def without_replacement(weights, count):
   """Returns the probability of every tuple of `count` successive draws."""
   law = {}
-  for drawn in itertools.permutations(range(len(weights)), count):
-    rest, law[drawn] = 1.0, 1.0
-    for index in drawn:
-      law[drawn] *= weights[index] / rest
+  for order in itertools.permutations(range(len(weights)), count):
+    rest, law[order] = 1.0, 1.0
+    for index in order:
+      law[order] *= weights[index] / rest
       rest -= weights[index]
   return law
 
@@ -194,16 +194,16 @@ def test_replayed_rows_are_drawn_without_replacement(half_life):
   ages = jax.jit(jax.vmap(draw))(keys)
   weights = 2.0 ** (-np.arange(size) / half_life)
   law = without_replacement(weights / weights.sum(), count)
-  place = {drawn: number for number, drawn in enumerate(law)}
+  place = {sampled: number for number, sampled in enumerate(law)}
   counts = np.bincount([place[tuple(row)] for row in np.asarray(ages).tolist()])
   counts = np.pad(counts, (0, len(law) - len(counts)))
-  found, expected = by_size(counts, np.array(list(law.values())), 20 / draws)
-  independent = np.array([np.prod(weights[list(drawn)]) for drawn in law])
+  result, expected = by_size(counts, np.array(list(law.values())), 20 / draws)
+  independent = np.array([np.prod(weights[list(sampled)]) for sampled in law])
   control = by_size(counts, independent / independent.sum(), 20 / draws)
   # Wilson and Hilferty's approximation of the chi-square limit at p = 1e-5.
-  degrees = len(found) - 1
+  degrees = len(result) - 1
   limit = degrees * (1 - 2 / (9 * degrees) + 4.27 * np.sqrt(2 / (9 * degrees))) ** 3
-  assert degrees > 30 and chi_square(found, expected) < limit
+  assert degrees > 30 and chi_square(result, expected) < limit
   # Negative control: independent draws, conditioned on being distinct.
   assert chi_square(*control) > 2 * limit
 
@@ -216,13 +216,13 @@ def by_size(counts, probs, least):
 
 
 def test_new_and_replayed_rows_use_independent_noise():
-  buffer, config = filled_with(6, 6), replay.BufferConfig(6)
-  drawn = [
+  buffer, config = filled_with(6, 6), replay.BufferConfig(6, None)
+  sampled = [
     np.asarray(sample(buffer, jax.random.key(seed), 3, 3, config, 0).source[:, 0])
     for seed in range(20)
   ]
   # Both parts are the same by chance in 1 of 120 samples.
-  assert sum((rows[:3] == rows[3:]).all() for rows in drawn) <= 4
+  assert sum((rows[:3] == rows[3:]).all() for rows in sampled) <= 4
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
@@ -268,7 +268,7 @@ def test_donated_append_writes_in_place():
 
 def test_later_appends_and_samples_compile_nothing():
   buffer = filled_with(5, 3)
-  config = replay.BufferConfig(5)
+  config = replay.BufferConfig(5, None)
   sample(buffer, jax.random.key(0), 1, 1, config, 1)
   sizes = append._cache_size(), sample._cache_size()
   for value in range(7):
@@ -281,8 +281,8 @@ def test_record_bytes_per_token_equal_the_buffer_size():
   assert replay.record_bytes_per_token(64, 32_128) == 389
   assert replay.record_bytes_per_token(64, 100_000) > 389  # ids need four bytes
   buffer = replay.init(replay.BufferConfig(4), 2, 5, 64, 32_128)
-  held = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.data.records))
-  assert held == 4 * 5 * replay.record_bytes_per_token(64, 32_128)
+  sizes = sum(leaf.nbytes for leaf in jax.tree.leaves(buffer.data.records))
+  assert sizes == 4 * 5 * replay.record_bytes_per_token(64, 32_128)
 
 
 def test_id_dtype_and_width_follow_the_vocabulary_size():
@@ -294,11 +294,6 @@ def test_id_dtype_and_width_follow_the_vocabulary_size():
 @pytest.mark.parametrize(
   ("call", "named"),
   [
-    (lambda: replay.BufferConfig(0), "BufferConfig.capacity: received 0"),
-    (
-      lambda: replay.BufferConfig(2, 0.0),
-      "BufferConfig.recency_half_life: received 0.0",
-    ),
     (lambda: append(empty(2), batch_of([1, 2, 3])), "3 rows, expected at most"),
     (
       lambda: append(
@@ -333,13 +328,13 @@ def test_target_states_are_stored_bit_exactly():
     )
     row = row.replace(weight=jnp.ones(1), target_states=target_states[index][None])
     ring = jax.jit(replay.append)(ring, row)
-  drawn = replay.sample(ring, jax.random.key(0), 0, 3, config, 0)
-  assert drawn.target_states.dtype == jnp.bfloat16
-  order = np.argsort(np.asarray(drawn.target_states)[:, 0, 0].astype(np.float32))
-  kept = np.asarray(target_states[2:]).astype(np.float32)
-  expected = kept[np.argsort(kept[:, 0, 0])]
+  sampled = replay.sample(ring, jax.random.key(0), 0, 3, config, 0)
+  assert sampled.target_states.dtype == jnp.bfloat16
+  order = np.argsort(np.asarray(sampled.target_states)[:, 0, 0].astype(np.float32))
+  newest = np.asarray(target_states[2:]).astype(np.float32)
+  expected = newest[np.argsort(newest[:, 0, 0])]
   np.testing.assert_array_equal(
-    np.asarray(drawn.target_states, np.float32)[order], expected
+    np.asarray(sampled.target_states, np.float32)[order], expected
   )
 
 
@@ -385,26 +380,26 @@ def counted(ids, probs, mask):
 def test_shortlist_has_the_tokens_with_the_most_mass(seed):
   rng = np.random.default_rng(seed)
   buffer, ids, probs, mask = recorded(rng, 6, np.arange(5, WORDS))
-  found = np.asarray(replay.likeliest_tokens(buffer, WORDS, 6))
+  result = np.asarray(replay.likeliest_tokens(buffer, WORDS, 6))
   mass = counted(ids, probs, mask)
-  assert len(set(found.tolist())) == 6 and base.EOS_ID in found
-  others = [token for token in found if token != base.EOS_ID]
-  left = [t for t in range(WORDS) if t not in found]
-  assert min(mass[others]) >= max(mass[left])
+  assert len(set(result.tolist())) == 6 and base.EOS_ID in result
+  others = [token for token in result if token != base.EOS_ID]
+  remaining = [t for t in range(WORDS) if t not in result]
+  assert min(mass[others]) >= max(mass[remaining])
 
 
 def test_shortlist_has_every_end_of_sequence_token():
   buffer, *_ = recorded(np.random.default_rng(0), 6, np.arange(5, WORDS))
-  found = np.asarray(replay.likeliest_tokens(buffer, WORDS, 6, (0, 3)))
-  assert {0, 3} <= set(found.tolist()) and base.EOS_ID not in found
+  result = np.asarray(replay.likeliest_tokens(buffer, WORDS, 6, (0, 3)))
+  assert {0, 3} <= set(result.tolist()) and base.EOS_ID not in result
 
 
 def test_shortlist_is_filled_with_the_lowest_ids():
   rng = np.random.default_rng(0)
   buffer, ids, _, mask = recorded(rng, 4, np.array([20, 21, 22]))
-  found = np.asarray(replay.likeliest_tokens(buffer, WORDS, 8)).tolist()
-  assert set(ids[mask].ravel().tolist()) <= set(found)
-  assert found == sorted({0, 1, 2, 3, 4, 20, 21, 22})
+  result = np.asarray(replay.likeliest_tokens(buffer, WORDS, 8)).tolist()
+  assert set(ids[mask].ravel().tolist()) <= set(result)
+  assert result == sorted({0, 1, 2, 3, 4, 20, 21, 22})
 
 
 def test_shortlist_of_an_empty_buffer_is_the_first_tokens():

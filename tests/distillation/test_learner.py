@@ -17,6 +17,7 @@ from osd_jax.distillation import (
   buffer,
   gate,
   learner,
+  losses,
   optimizers,
   schedule,
   update,
@@ -25,8 +26,14 @@ from osd_jax.distillation import (
 SOURCE, VOCAB, LENGTH, KEPT, INTERVAL = 5, 8, 6, 4, 3
 SLICES = 8  # slices per update of a learner from `learner_of`
 MODEL = testing.tabular_model(VOCAB)
+PLAIN = optimizers.OptimizerConfig(learning_rate=1e-3, warmup_steps=0)
+WHOLE = losses.LossConfig("forward_kl", num_positions=0, num_tokens=0)
 CONFIG = update.UpdateConfig(
-  optimizer=optimizers.OptimizerConfig(learning_rate=0.05), steps_per_update=2
+  optimizer=optimizers.OptimizerConfig(learning_rate=0.05, warmup_steps=0),
+  loss=WHOLE,
+  steps_per_update=2,
+  num_replay=4,
+  ema_decay=0.0,
 )
 
 
@@ -60,23 +67,28 @@ def row(seed):
 @pytest.fixture
 def learner_of():
   """Returns a function that makes learners; they are closed after the test."""
-  made = []
+  learners = []
 
   def make(when=None, ema_decay=0.0, gate=None, **changes):
-    always = {"update_interval": INTERVAL, "pause": False}
+    always = {"update_interval": INTERVAL, "much_to_gain": 0.0}
     config = learner.LearningConfig(
       buffer=buffer.BufferConfig(capacity=16),
       update=update.UpdateConfig(
-        steps_per_update=SLICES, num_new=2, num_replay=2, ema_decay=ema_decay
+        optimizer=PLAIN,
+        loss=WHOLE,
+        steps_per_update=SLICES,
+        num_new=2,
+        num_replay=2,
+        ema_decay=ema_decay,
       ),
       schedule=when or schedule.ScheduleConfig(**always | changes),
       gate=gate,
     )
-    made.append(learner.Learner(MODEL, params(), config, SOURCE, LENGTH, KEPT))
-    return made[-1]
+    learners.append(learner.Learner(MODEL, params(), config, SOURCE, LENGTH, KEPT))
+    return learners[-1]
 
   yield make
-  for one in made:
+  for one in learners:
     one.runner.close()
 
 
@@ -148,8 +160,8 @@ def test_restored_learner_serves_the_same_parameters(learner_of):
 def judge(one, rival, requests, serving=0.5):
   """Observes requests on which the gate's rival has this overlap, up to a decision."""
   for _ in range(requests):
-    known = {"rival": rival, "floor": 0.1}
-    rivals = {name: known[name] for name in one.rivals}
+    overlaps = {"rival": rival, "floor": 0.1}
+    rivals = {name: overlaps[name] for name in one.rivals}
     one.observe(row(one.finished), serving, rivals=rivals)
     if one.decision is not None:
       return
@@ -281,15 +293,15 @@ def batches(seed=0):
 @pytest.fixture
 def runner_of():
   """Returns a function that makes background runners; they are closed afterwards."""
-  made = []
+  learners = []
 
   def make(free=False):
     start = update.init_learner(CONFIG, params())
-    made.append(learner.UpdateRunner(MODEL, CONFIG, start, INTERVAL, free))
-    return made[-1]
+    learners.append(learner.UpdateRunner(MODEL, CONFIG, start, INTERVAL, free))
+    return learners[-1]
 
   yield make
-  for one in made:
+  for one in learners:
     one.close()
 
 
@@ -394,8 +406,8 @@ def test_step_waits_for_one_slice_if_the_last_update_was_late(runner_of, gated):
   outcome = one.take()
   assert outcome.wait_ms > 100
   gate.release(CONFIG.steps_per_update)
-  wanted, _ = update.update(MODEL, CONFIG, before, batches(1))
-  assert_same_bits(outcome.learner, wanted)
+  expected, _ = update.update(MODEL, CONFIG, before, batches(1))
+  assert_same_bits(outcome.learner, expected)
 
 
 def test_waiting_time_does_not_count_as_serving(runner_of, gated):
@@ -470,10 +482,10 @@ def interleaved(monkeypatch):
 
   It also returns a list of the threads that ran the slices.
   """
-  taken, real = [], update.take_slice
+  threads, real = [], update.take_slice
 
   def noted(*arguments):
-    taken.append(threading.current_thread())
+    threads.append(threading.current_thread())
     return real(*arguments)
 
   monkeypatch.setattr(update, "take_slice", noted)
@@ -483,23 +495,23 @@ def interleaved(monkeypatch):
     one = learner.UpdateRunner(
       MODEL, CONFIG, start, INTERVAL, free, in_background=False
     )
-    return one, taken
+    return one, threads
 
   return make
 
 
 def test_interleaved_slices_are_spread_until_the_update_is_due(interleaved):
-  one, taken = interleaved()
+  one, threads = interleaved()
   one.wait_if_behind(0, 1)
-  assert not taken and not one.due(100) and one.pending() is None
+  assert not threads and not one.due(100) and one.pending() is None
   one.launch((*batches(0), *batches(1), *batches(2)), finished=4)
   counts = []
   for finished in (4, 4, 5, 6, 6):
     one.wait_if_behind(finished, in_flight=8)  # `in_flight` does not matter here
-    counts.append(len(taken))
+    counts.append(len(threads))
   # Each call runs (slices left) / (requests left): 6/3, 4/3 (rounded up), 2/2, 1/1.
   assert counts == [2, 4, 5, 6, 6]
-  assert set(taken) == {threading.current_thread()} and not one.is_running
+  assert set(threads) == {threading.current_thread()} and not one.is_running
   assert [one.due(n) for n in (6, 7)] == [False, True]
 
 
@@ -514,8 +526,8 @@ def test_interleaved_updates_equal_the_direct_one_bit_by_bit(interleaved):
     assert one.learner is before and one.pending()[0] == 0
     outcome = one.take()
     assert len(taken) == CONFIG.steps_per_update
-    wanted, report = update.update(MODEL, CONFIG, before, batches())
-    assert_same_bits(outcome.learner, wanted)
+    expected, report = update.update(MODEL, CONFIG, before, batches())
+    assert_same_bits(outcome.learner, expected)
     assert outcome.losses == np.asarray(report.loss).tolist()
     assert outcome.version == 1 and outcome.wait_ms == outcome.update_ms > 0
     assert not one.busy and one.pending() is None
@@ -544,8 +556,8 @@ def test_failed_interleaved_slice_runs_again(interleaved, monkeypatch):
   with pytest.raises(RuntimeError, match="out of memory"):
     one.take()
   monkeypatch.setattr(update, "take_slice", real)
-  wanted, _ = update.update(MODEL, CONFIG, before, batches())
-  assert_same_bits(one.take().learner, wanted)
+  expected, _ = update.update(MODEL, CONFIG, before, batches())
+  assert_same_bits(one.take().learner, expected)
 
 
 def kept_rows(made):

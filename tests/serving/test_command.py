@@ -1,7 +1,9 @@
-"""`osd serve` as a process: signals, restarts after SIGKILL, and a soak."""
+"""`osd serve` as a process: its port, its signals and its settings."""
 
 import contextlib
 import dataclasses
+import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -11,14 +13,15 @@ import time
 import httpx2
 import pytest
 import tiny_online
-from serving import running, traffic
+from serving import running
 
 from osd_jax import base, pairs
-from osd_jax.engine.server import Server
 from osd_jax.main import commands, settings
 from osd_serve import command
 from osd_serve.service import ServeConfig
 
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+PROGRAM = "import sys; from osd_jax.main import main; sys.exit(main())"
 SETTINGS = (
   "DecodingConfig.rows=2",
   "DecodingConfig.num_draft_tokens=3",
@@ -33,8 +36,8 @@ SETTINGS = (
 
 
 def test_port_in_use_is_an_error_before_anything_is_loaded():
-  with command._listening(ServeConfig(port=0)) as taken:
-    port = taken.getsockname()[1]
+  with command._listening(ServeConfig(port=0)) as listening:
+    port = listening.getsockname()[1]
     with pytest.raises(base.InputError, match=f"received 127.0.0.1 port {port}"):
       command.run(ServeConfig(pair=pairs.PairConfig("missing"), port=port))
 
@@ -68,12 +71,41 @@ def tiny(tmp_path_factory):
   return (*SETTINGS, *files)
 
 
+def start(out, *bindings):
+  """Starts `osd serve` on a free port; returns the process and its address."""
+  log = out / "server.log"
+  arguments = [
+    "serve",
+    "--gin.ServeConfig.port=0",
+    *(f"--gin.{one}" for one in bindings),
+  ]
+  paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+  with open(log, "w") as file:
+    process = subprocess.Popen(
+      [sys.executable, "-c", PROGRAM, *arguments],
+      env=environment,
+      stdout=file,
+      stderr=file,
+    )
+  deadline = time.monotonic() + 600
+  while "serving osd at " not in (text := log.read_text()):
+    assert process.poll() is None and time.monotonic() < deadline, text[-2000:]
+    time.sleep(0.2)
+  return process, text.partition("serving osd at ")[2].split()[0]
+
+
+def live(url):
+  """The numbers of the live page."""
+  return httpx2.get(f"{url}/live").json()
+
+
 @pytest.mark.slow
 def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
   tiny, tmp_path
 ):
   saved = f"ServeConfig.run_directory={str(tmp_path / 'run')!r}"
-  process, url = traffic.start(tmp_path, saved, *tiny)
+  process, url = start(tmp_path, saved, *tiny)
   answers = []
 
   def ask():
@@ -83,18 +115,18 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
 
   thread = threading.Thread(target=ask)
   thread.start()
-  while thread.is_alive() and not traffic.live(url)["running"]:
+  while thread.is_alive() and not live(url)["running"]:
     time.sleep(0.01)
   process.send_signal(signal.SIGTERM)
   thread.join()
   assert answers[0].status_code == 200 and len(answers[0].json()["choices"]) == 20
   assert process.wait(60) == 0
   assert (tmp_path / "run" / "draft.safetensors").exists()
-  process, url = traffic.start(tmp_path, saved, *tiny)
-  assert traffic.live(url)["learned"] == 20
+  process, url = start(tmp_path, saved, *tiny)
+  assert live(url)["learned"] == 20
   blocked = threading.Thread(target=ask)
   blocked.start()
-  while blocked.is_alive() and not traffic.live(url)["running"]:
+  while blocked.is_alive() and not live(url)["running"]:
     time.sleep(0.01)
   for _ in range(2):
     process.send_signal(signal.SIGTERM)
@@ -105,39 +137,12 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
 
 
 @pytest.mark.slow
-def test_killed_server_loses_no_record_under_load(tiny, tmp_path):
-  found = traffic.kill(tmp_path, 2, tiny)
-  assert found["faults"] == 0 and found["learned"] > 0
-
-
-@pytest.mark.slow
-def test_soak_has_no_wrong_answer_and_compiles_nothing(pair):
-  texts = traffic.questions(200)
-  decoding = dataclasses.replace(running.DECODING, target_length=60)
-  different = list(dict.fromkeys(texts))
-  with Server(pair.plain(), decoding) as plain:
-    answers = plain.generate(different, max_new_tokens=traffic.LIMIT)
-    right = {answer.prompt: answer.text for answer in answers}
-  with running.running(pair, decoding=decoding, max_waiting=8) as server:
-    found = traffic.soak(server.url, 200, 8, right, texts)
-    # The negative control: the client notices a wrong answer.
-    altered = dict.fromkeys(right, "another answer")
-    client = traffic.Client(server.url, altered)
-    client.run(texts[:5], 2, {"greedy": 1, "stream": 1})
-  assert found["wrong"] == found["failed"] == found["compilations"] == 0
-  assert found["right"] > 80 and found["others"]["left"] > 10
-  assert found["draft_version"] > 0 and found["in_flight_at_the_end"] == 0
-  assert client.tally == {"wrong": 5}
-
-
-@pytest.mark.slow
 def test_missing_extra_is_named(tmp_path):
   (tmp_path / "uvicorn.py").write_text("raise ImportError('none', name='uvicorn')")
-  program = "import sys; from osd_jax.main import main; sys.exit(main(['serve']))"
-  done = subprocess.run(
-    [sys.executable, "-c", program],
-    env={"PYTHONPATH": f"{tmp_path}:{traffic.REPOSITORY}", "PATH": "/usr/bin"},
+  result = subprocess.run(
+    [sys.executable, "-c", PROGRAM, "serve"],
+    env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "PATH": "/usr/bin"},
     capture_output=True,
     text=True,
   )
-  assert done.returncode == 2 and "pip install 'osd-jax[serve]'" in done.stderr
+  assert result.returncode == 2 and "pip install 'osd-jax[serve]'" in result.stderr

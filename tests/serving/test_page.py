@@ -29,18 +29,18 @@ def test_page_shows_live_numbers_in_a_browser(pair, tmp_path):
     command = [browser.PROGRAM, "--headless", "--no-sandbox", "--disable-gpu"]
     command += ["--window-size=390,844", f"--user-data-dir={tmp_path}", "--dump-dom"]
     command += ["--virtual-time-budget=4000", server.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-  assert '<dd data-name="answers">6</dd>' in done.stdout
-  assert "Serving and learning" in done.stdout
-  plots = re.findall(r'<svg id="plot(\d)".*?</svg>', done.stdout, re.DOTALL)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  assert '<dd data-name="answers">6</dd>' in result.stdout
+  assert "Serving and learning" in result.stdout
+  plots = re.findall(r'<svg id="plot(\d)".*?</svg>', result.stdout, re.DOTALL)
   assert plots == ["0", "1", "2", "3"]
-  drawn = re.findall(r'<path class="(\w+)" d="M[^"]+L', done.stdout)
-  assert drawn.count("draft") == 4 and drawn.count("floor") == 2
+  classes = re.findall(r'<path class="(\w+)" d="M[^"]+L', result.stdout)
+  assert classes.count("draft") == 4 and classes.count("floor") == 2
   for name in ("speed against plain", "seconds saved", "of these by the draft"):
-    assert re.search(rf'<dd data-name="{name}">-?[\d.,]+', done.stdout), name
-  # Nothing has shifted, and there is no cache.
-  assert not re.search(r'class="shift" d="M\d', done.stdout)
-  assert 'data-name="of these by the cache"' not in done.stdout
+    assert re.search(rf'<dd data-name="{name}">-?[\d.,]+', result.stdout), name
+  # The traffic did not shift, and the server has no cache.
+  assert not re.search(r'class="shift" d="M\d', result.stdout)
+  assert 'data-name="of these by the cache"' not in result.stdout
 
 
 def shown(server, changes, folder):
@@ -51,8 +51,8 @@ def shown(server, changes, folder):
   file.write_text(page.replace("poll();\n</script>", f"{states}</script>"))
   command = [browser.PROGRAM, "--headless", "--no-sandbox", "--disable-gpu"]
   command += [f"--user-data-dir={folder}", "--dump-dom", f"file://{file}"]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-  return done.stdout
+  result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  return result.stdout
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_page_fits_a_phone_in_both_schemes(pair, tmp_path, dark):
     page, now = server.client.get("/").text, server.client.get("/live").json()
   # The frame has no server, so the numbers are put into the page.
   page = page.replace("poll();\n</script>", f"show({json.dumps(now)});</script>")
-  found = browser.measured([(page, 390), (page, 1200)], tmp_path, dark)
-  assert [one["cut"] for one in found] == [[], []]
+  sizes = browser.measured([(page, 390), (page, 1200)], tmp_path, dark)
+  assert [one["cut"] for one in sizes] == [[], []]
   ground = "rgb(18, 24, 31)" if dark else "rgb(255, 255, 255)"
-  assert {one["ground"] for one in found} == {ground}
+  assert {one["ground"] for one in sizes} == {ground}

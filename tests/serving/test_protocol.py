@@ -14,14 +14,17 @@ from osd_serve.protocol import Refusal
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-def read(fields, is_chat=False, **changes):
-  asked = {"messages": MESSAGES} if is_chat else {"prompt": "Hello"}
-  default = SamplingConfig(temperature=1.0)
-  return protocol.read_ask({**asked, **fields}, is_chat, "osd", default, 8, **changes)
+def settings(fields, is_chat=False):
+  return read(fields, is_chat).settings(SamplingConfig(temperature=1.0))
+
+
+def read(fields, is_chat=False):
+  body = {"messages": MESSAGES} if is_chat else {"prompt": "Hello"}
+  return protocol.read_ask({**body, **fields}, is_chat, "osd", 8)
 
 
 def test_settings_become_those_of_the_prompt():
-  ask = read(
+  prompt = settings(
     {
       "temperature": 0.5,
       "top_p": 0.9,
@@ -33,18 +36,15 @@ def test_settings_become_those_of_the_prompt():
       "max_tokens": 9,
       "learn": False,
       "speculative": False,
-      "cache_salt": "team-1",
-      "n": 2,
     }
   )
-  prompt = ask.prompt
   assert (prompt.temperature, prompt.top_p, prompt.top_k) == (0.5, 0.9, 0)
   assert (prompt.min_p, prompt.repetition_penalty, prompt.seed) == (0.1, 1.2, 7)
   assert (prompt.stop, prompt.max_new_tokens) == (("x",), 9)
-  assert (prompt.learn, prompt.speculative, ask.n) == (False, False, 2)
-  assert (ask.cache_salt, read({}).cache_salt) == ("team-1", "")
-  assert read({}).prompt.temperature == 1.0
-  assert read({"max_completion_tokens": 3}, True).prompt.max_new_tokens == 3
+  assert (prompt.learn, prompt.speculative) == (False, False)
+  assert settings({}).temperature == settings({"temperature": None}).temperature == 1.0
+  assert settings({}).seed != settings({}).seed
+  assert settings({"max_completion_tokens": 3}, True).max_new_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_messages_become_a_conversation():
     "Hello",
   )
   several = [{"role": "developer", "content": "Be brief."}, *MESSAGES]
-  (found,) = read({"messages": several}, True).inputs
-  assert isinstance(found, chat.Conversation)
-  assert [one["role"] for one in found.messages] == ["system", "user"]
+  (conversation,) = read({"messages": several}, True).inputs
+  assert isinstance(conversation, chat.Conversation)
+  assert [one["role"] for one in conversation.messages] == ["system", "user"]
 
 
 # Parameters, the start of the message, and the name in the error.
@@ -89,10 +89,10 @@ BAD = [
     {"stream": True, "stream_options": {"speed": 1}},
     "stream_options.speed: no such option",
   ),
-  ({"prompt": ""}, "prompt: received an empty text"),
-  ({"prompt": []}, "prompt: received an empty list"),
-  ({"prompt": [[]]}, "prompt: received [] in a list"),
-  ({"prompt": [1, "a"]}, "prompt: received 1 in a list"),
+  ({"prompt": " "}, 'prompt: received " ", expected a text, token ids, or a list of'),
+  ({"prompt": []}, "prompt: received [], expected a text, token ids, or a list"),
+  ({"prompt": [[]]}, "prompt: received [[]], expected a text, token ids"),
+  ({"prompt": [1, "a"]}, 'prompt: received [1, "a"], expected a text, token ids'),
   ({"prompt": None}, "prompt: missing"),
   ({"logprobs": 9}, "logprobs: received 9, expected at most 8"),
   ({"logprobs": 1, "stream": True}, "logprobs: not supported together with stream"),
@@ -109,10 +109,10 @@ BAD_CHATS = [
   ({"messages": []}, "messages: received [], expected a list of messages"),
   ({"messages": ["a"]}, 'messages[0]: received "a", expected an object'),
   ({"messages": [{"role": "tool"}]}, 'messages[0].role: received "tool"'),
-  ({"messages": [{"role": "user"}]}, "messages[0].content: expected a text"),
+  ({"messages": [{"role": "user"}]}, "messages[0].content: missing, expected a text"),
   (
     {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-    "messages[0].content: expected a text, or a list of parts of type text",
+    'messages[0].content: received [{"type": "image_url"}], expected a text, or a list',
   ),
   (
     {"messages": [*MESSAGES, {"role": "assistant", "content": "a"}]},
@@ -130,14 +130,14 @@ BAD_CHATS = [
   [(False, *bad) for bad in BAD] + [(True, *bad) for bad in BAD_CHATS],
 )
 def test_bad_request_is_refused_with_one_line(is_chat, fields, message):
-  with pytest.raises(Refusal) as found:
+  with pytest.raises(Refusal) as error:
     read(fields, is_chat)
-  refusal = found.value
+  refusal = error.value
   assert refusal.message.startswith(message)
   assert refusal.status == 400 and "\n" not in refusal.message
-  error = json.loads(json.dumps(refusal.body()))["error"]
-  assert error["type"] == "invalid_request_error"
-  assert error["param"] == message.split(":")[0].split("[")[0].split(".")[0]
+  body = json.loads(json.dumps(refusal.body()))["error"]
+  assert body["type"] == "invalid_request_error"
+  assert body["param"] == message.split(":")[0].split("[")[0].split(".")[0]
 
 
 VALUES = st.recursive(
@@ -148,7 +148,7 @@ VALUES = st.recursive(
   ),
   max_leaves=4,
 )
-NAMES = (*protocol._COMPLETION, *protocol._CHAT, *protocol.NEUTRAL, "unknown")
+NAMES = (*protocol.Completion.model_fields, *protocol.Chat.model_fields, "unknown")
 
 
 @hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
@@ -174,13 +174,13 @@ def test_values_without_effect_are_accepted():
 
 
 def test_other_models_are_not_found():
-  with pytest.raises(Refusal) as found:
+  with pytest.raises(Refusal) as error:
     read({"model": "gpt"})
-  assert found.value.status == 404
+  assert error.value.status == 404
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 10**5])
 def test_body_that_is_no_object_is_refused(body):
-  with pytest.raises(Refusal) as found:
+  with pytest.raises(Refusal) as error:
     protocol.read_object(body)
-  assert found.value.status == 400 and "\n" not in found.value.message
+  assert error.value.status == 400 and "\n" not in error.value.message

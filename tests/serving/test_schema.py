@@ -1,4 +1,4 @@
-"""`/openapi.json` is true: its parameters, its paths, and what requests return."""
+"""`/openapi.json` describes the limits, the paths, and what requests return."""
 
 import dataclasses
 
@@ -13,33 +13,24 @@ from osd_serve import app, protocol, schema
 @pytest.fixture(scope="module")
 def server(pair):
   decoding = dataclasses.replace(running.DECODING, cache_tokens=1024)
-  with running.running(pair, token="sesame", decoding=decoding) as made:
-    yield made
+  with running.running(pair, token="sesame", decoding=decoding) as one:
+    yield one
 
 
-def body_of(server, path):
-  found = server.client.get("/openapi.json").json()
-  (content,) = found["paths"][path]["post"]["requestBody"]["content"].values()
-  return content["schema"]
-
-
-@pytest.mark.parametrize(
-  ("path", "used"),
-  [
-    ("/v1/completions", protocol._COMPLETION),
-    ("/v1/chat/completions", protocol._CHAT),
-  ],
-)
-def test_parameters_are_those_that_requests_may_have(server, path, used):
-  listed = set(body_of(server, path)["properties"])
-  assert listed == set(used) | set(protocol.NEUTRAL) | protocol.IGNORED
+def test_limits_are_those_of_the_server(server):
+  described = server.client.get("/openapi.json").json()["components"]["schemas"]
+  limits = {"max_tokens": 24, "top_logprobs": protocol.MAX_TOP}
+  for name, limit in limits.items():
+    assert described["Chat"]["properties"][name]["anyOf"][0]["maximum"] == limit
+  for name in ("Chat", "Completion", "Tokenize", "Detokenize"):
+    assert described[name]["properties"]["model"]["anyOf"][0]["const"] == "osd"
 
 
 def test_paths_are_the_routes(server):
-  found = server.client.get("/openapi.json").json()["paths"]
-  listed = {(path, verb.upper()) for path, verbs in found.items() for verb in verbs}
+  paths = server.client.get("/openapi.json").json()["paths"]
+  described = {(path, verb.upper()) for path, verbs in paths.items() for verb in verbs}
   routes = app.make(server.service).routes
-  assert listed == {
+  assert described == {
     (route.path, verb) for route in routes for verb in route.methods - {"HEAD"}
   }
 
@@ -52,15 +43,15 @@ def test_token_is_described_where_one_is_needed():
 def send_generated(server, described, path, verb, count=20):
   """Sends requests that the description allows; returns the statuses they got."""
   schemathesis = pytest.importorskip("schemathesis")
-  from schemathesis.specs.openapi import checks as found
+  from schemathesis.specs.openapi import checks as conformance
 
   statuses, kinds = [], set()
-  loaded = schemathesis.openapi.from_dict(described)
+  described = schemathesis.openapi.from_dict(described)
   checks = [
     schemathesis.checks.not_a_server_error,
-    found.status_code_conformance,
-    found.content_type_conformance,
-    found.response_schema_conformance,
+    conformance.status_code_conformance,
+    conformance.content_type_conformance,
+    conformance.response_schema_conformance,
   ]
 
   @hypothesis.settings(
@@ -70,7 +61,7 @@ def send_generated(server, described, path, verb, count=20):
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
   )
-  @hypothesis.given(case=loaded[path][verb].as_strategy())
+  @hypothesis.given(case=described[path][verb].as_strategy())
   def send(case):
     headers = {"Authorization": "Bearer sesame"}
     answer = case.call_and_validate(
@@ -93,15 +84,14 @@ def test_documented_requests_get_documented_answers(server):
       if (path, verb) != ("/admin/draft", "put"):  # no generated file is a draft
         # Otherwise only refusals would have been tested.
         assert any(status < 300 for status in statuses), (path, statuses)
-  for path in ("/v1/completions", "/v1/chat/completions"):
+  for path, name in (("completions", "Completion"), ("chat/completions", "Chat")):
     # Few of the requests above ask for a stream and are not refused.
-    content = described["paths"][path]["post"]["requestBody"]["content"]
-    whole = content["application/json"]["schema"]
-    kept = (*whole["required"], "temperature", "max_tokens", "n")
-    properties = {name: whole["properties"][name] for name in kept}
+    whole = described["components"]["schemas"][name]
+    names = (*whole["required"], "temperature", "max_tokens", "n")
+    properties = {name: whole["properties"][name] for name in names}
     properties["stream"] = {"const": True}
     whole |= {"properties": properties, "required": [*whole["required"], "stream"]}
-    statuses, kinds = send_generated(server, described, path, "post", 20)
+    statuses, kinds = send_generated(server, described, f"/v1/{path}", "post", 20)
     assert "text/event-stream" in kinds, statuses
   assert server.text(TEXTS[0])
 
@@ -122,8 +112,7 @@ def test_answer_that_is_not_as_described_is_noticed(server, change, failure):
   if change is None:
     del operation["responses"]["200"]
   else:
-    content = operation["responses"]["200"]["content"]["application/json"]
-    content["schema"]["properties"] |= change
-  with pytest.raises(BaseExceptionGroup) as found:
+    described["components"]["schemas"]["CompletionAnswer"]["properties"] |= change
+  with pytest.raises(BaseExceptionGroup) as error:
     send_generated(server, described, "/v1/completions", "post", 40)
-  assert any(failure in str(one) for one in found.value.exceptions)
+  assert any(failure in str(one) for one in error.value.exceptions)

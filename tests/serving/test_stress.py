@@ -18,23 +18,23 @@ from osd_serve.service import ServeConfig
 
 @pytest.fixture(scope="module")
 def server(pair):
-  with running.running(pair, learn=False) as made:
-    yield made
+  with running.running(pair, learn=False) as server:
+    yield server
 
 
 @contextlib.contextmanager
 def asked(server, *bodies):
   """Sends requests from threads; yields their answers by index, which come later."""
-  found = {}
+  answers = {}
 
   def ask(index, body):
-    found[index] = server.post("/v1/completions", temperature=0, **body)
+    answers[index] = server.post("/v1/completions", temperature=0, **body)
 
   threads = [threading.Thread(target=ask, args=one) for one in enumerate(bodies)]
   for thread in threads:
     thread.start()
   try:
-    yield found
+    yield answers
   finally:
     for thread in threads:
       thread.join(60)
@@ -62,18 +62,18 @@ def test_queue_is_as_long_as_there_are_rows_unless_a_length_is_set():
 def test_full_queue_refuses_and_the_others_are_answered(server, plain):
   prompts = [{"prompt": text} for text in TEXTS[:4]]
   with closed_gate(server) as gate:
-    with asked(server, *prompts) as found:
+    with asked(server, *prompts) as answers:
       # The first call began with one row, so the other row is still free.
       server.wait_for(lambda _: sum(count(server)) == 4)
       refused = server.post("/v1/completions", prompt=TEXTS[4])
       assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
       error = refused.json()["error"]
       assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
-      # All answers of a request are taken, or none.
+      # All answers of a request are seconds, or none.
       assert server.post("/v1/completions", prompt="a", n=3).status_code == 429
       assert sum(count(server)) == 4
       gate.open()
-  assert [found[i].json()["choices"][0]["text"] for i in range(4)] == plain[:4]
+  assert [answers[i].json()["choices"][0]["text"] for i in range(4)] == plain[:4]
 
 
 def test_news_of_a_step_wake_the_event_loop_once(monkeypatch):
@@ -120,13 +120,13 @@ def test_client_that_leaves_frees_its_row_within_one_call(server, plain, is_stre
 
 def test_rows_that_nobody_left_are_kept(server, plain):
   """The negative control: without a cancellation one call ends no row."""
-  with closed_gate(server) as gate, asked(server, {"prompt": TEXTS[0]}) as found:
+  with closed_gate(server) as gate, asked(server, {"prompt": TEXTS[0]}) as answers:
     server.wait_for(lambda _: count(server) == (1, 0))
     gate.step()
     time.sleep(0.2)
     assert count(server) == (1, 0) and server.service.server.engine.in_flight == 1
     gate.open()
-  assert found[0].json()["choices"][0]["text"] == plain[0]
+  assert answers[0].json()["choices"][0]["text"] == plain[0]
 
 
 def test_waiting_client_that_leaves_frees_its_place(server):
@@ -207,20 +207,20 @@ def test_metrics_count_what_was_served(server):
     assert after[name] - before.get(name, 0) == by, name
   assert after["vllm:engine_healthy{}"] == 1
   assert after["vllm:num_requests_running{}"] == 0
-  taken = {
+  seconds = {
     part: after[f"vllm:request_{part}_time_seconds_sum{{}}"]
     - before[f"vllm:request_{part}_time_seconds_sum{{}}"]
     for part in ("prefill", "decode", "inference")
   }
-  assert min(taken.values()) > 0
-  assert taken["inference"] == pytest.approx(taken["prefill"] + taken["decode"])
+  assert min(seconds.values()) > 0
+  assert seconds["inference"] == pytest.approx(seconds["prefill"] + seconds["decode"])
 
 
 def test_token_is_needed_where_one_is_set(pair):
-  with running.running(pair, learn=False, token="sesame") as made:
-    assert made.client.get("/v1/models").status_code == 200
+  with running.running(pair, learn=False, token="sesame") as server:
+    assert server.client.get("/v1/models").status_code == 200
     for header in ({}, {"Authorization": "Bearer open"}, {"Authorization": "sesame"}):
-      with httpx2.Client(base_url=made.url, headers=header) as other:
+      with httpx2.Client(base_url=server.url, headers=header) as other:
         for path in ("/v1/models", "/metrics", "/version"):
           assert other.get(path).status_code == 401
         refused = other.post("/v1/completions", json={"prompt": "a"})
@@ -229,28 +229,28 @@ def test_token_is_needed_where_one_is_set(pair):
 
 
 def test_draining_refuses_new_requests_and_finishes_the_others(pair, plain):
-  with running.running(pair, learn=False) as made:
-    with closed_gate(made) as gate, asked(made, {"prompt": TEXTS[0]}) as found:
-      made.wait_for(lambda _: count(made) == (1, 0))
-      made.service.scheduler.drain()
-      refused = made.post("/v1/completions", prompt="a")
+  with running.running(pair, learn=False) as server:
+    with closed_gate(server) as gate, asked(server, {"prompt": TEXTS[0]}) as answers:
+      server.wait_for(lambda _: count(server) == (1, 0))
+      server.service.scheduler.drain()
+      refused = server.post("/v1/completions", prompt="a")
       assert refused.status_code == 503
       assert refused.json()["error"]["code"] == "draining"
-      assert made.client.get("/health").status_code == 503
+      assert server.client.get("/health").status_code == 503
       gate.open()
-    assert found[0].json()["choices"][0]["text"] == plain[0]
+    assert answers[0].json()["choices"][0]["text"] == plain[0]
 
 
 def test_engine_that_fails_is_unhealthy_and_says_why(pair, monkeypatch):
-  with running.running(pair, learn=False) as made:
-    assert made.client.get("/health").status_code == 200
+  with running.running(pair, learn=False) as server:
+    assert server.client.get("/health").status_code == 200
 
     def step(self):
       raise RuntimeError("no memory")
 
     monkeypatch.setattr(engine.Engine, "step", step)
-    lost = made.post("/v1/completions", prompt="a")
+    lost = server.post("/v1/completions", prompt="a")
     assert lost.status_code == 503 and "no memory" in lost.json()["error"]["message"]
-    assert made.client.get("/health").status_code == 503
-    refused = made.post("/v1/completions", prompt="a")
+    assert server.client.get("/health").status_code == 503
+    refused = server.post("/v1/completions", prompt="a")
     assert refused.status_code == 503 and "no memory" in refused.text

@@ -19,27 +19,27 @@ def holds(array, tokens):
 
 def checkpointed(folder, tokens):
   """Checkpoints whose arrays hold the tokens; they are compressed on disk."""
-  found = []
+  steps = []
   for metadata in folder.rglob("arrays/_METADATA"):
     arrays = ocp.StandardCheckpointer().restore(metadata.parent)
     if any(holds(np.asarray(array), tokens) for array in arrays.values()):
-      found.append(metadata.parent.parent.name)
-  return found
+      steps.append(metadata.parent.parent.name)
+  return steps
 
 
 def of(folder, tokens, *texts):
   """Files that hold the token ids, as text or bytes, or one of the texts."""
   ids = np.asarray(tokens)
-  wanted = [
+  patterns = [
     json.dumps(ids.tolist())[1:-1].encode(),
     json.dumps(ids.tolist(), separators=(",", ":"))[1:-1].encode(),
     *(ids.astype(kind).tobytes() for kind in (np.int32, np.uint16, np.int64)),
     *(text.encode() for text in texts),
   ]
   files = [path for path in folder.rglob("*") if path.is_file()]
-  found = [
+  names = [
     str(path.relative_to(folder))
     for path in files
-    if any(one in path.read_bytes() for one in wanted)
+    if any(one in path.read_bytes() for one in patterns)
   ]
-  return found + checkpointed(folder, tokens)
+  return names + checkpointed(folder, tokens)

@@ -12,7 +12,7 @@ import tiny_online
 
 from osd_jax import base, pairs, runs, sharding
 from osd_jax.costs.table import RoundCosts, expected_tokens
-from osd_jax.engine import engine
+from osd_jax.engine.requests import AdaptiveConfig
 from osd_jax.models import weights
 from osd_jax.models.convert import hugging_face
 from osd_tools import ahead_of_time, chips, hlo
@@ -141,7 +141,7 @@ def test_roofline_is_the_largest_bound():
 
 def test_adaptive_k_adds_its_programs(lively_pair, tmp_path):
   config = compile_config(lively_pair, tmp_path)
-  chosen = engine.AdaptiveConfig(candidates=(0, 2))
+  chosen = AdaptiveConfig(candidates=(0, 2))
   decoding = dataclasses.replace(config.run.decoding, adaptive=chosen)
   run = dataclasses.replace(config.run, decoding=decoding)
   found = plan.Plan(run, chips.Topology("cpu:1"))
@@ -269,7 +269,7 @@ def test_programs_that_a_compiler_refuses_are_named(
 
   monkeypatch.setattr(jax.stages.Lowered, "compile", compile_or_refuse)
   found = ahead_of_time.run(compile_config(lively_pair, tmp_path))
-  refused = {row["program"]: row["said"] for row in rows_of(found, "refused")}
+  refused = {row["program"]: row["text"] for row in rows_of(found, "refused")}
   names = [row["program"] for row in rows_of(found, "program")]
   assert len(refused) == 2 and len(names) == 9 and not set(names) & set(refused)
   for name, text in refused.items():

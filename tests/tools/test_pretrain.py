@@ -44,7 +44,7 @@ def config(folder, **changes) -> pretrain.PretrainConfig:
       "data": data,
       "evaluation": data,
       "output": str(folder / "out.safetensors"),
-      "optimizer": OptimizerConfig(learning_rate=1e-2),
+      "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
       "steps": 12,
       "pool": 2,
       "length_multiple": 32,

@@ -68,19 +68,19 @@ def generate(topic: str, split: str, count: int, seed: int = 0) -> list[Example]
       "give a number of examples"
     )
   rng = random.Random(f"{topic}/{split}/{seed}")
-  found: dict[str, Example] = {}
+  rows: dict[str, Example] = {}
   attempts = 0
-  while len(found) < count:
+  while len(rows) < count:
     attempts += 1
     if attempts > _MAX_ATTEMPTS_PER_EXAMPLE * (count + 10):
       raise base.InputError(
         f"topics.generate: count: received {count}, but topic {topic!r}, "
-        f"split {split!r} gave only {len(found)} distinct prompts; give a lower count"
+        f"split {split!r} gave only {len(rows)} distinct prompts; give a lower count"
       )
     prompt, reference = GENERATORS[topic](rng)
-    if prompt not in found and split_of(prompt) == split:
-      found[prompt] = Example(prompt, reference, topic)
-  return list(found.values())
+    if prompt not in rows and split_of(prompt) == split:
+      rows[prompt] = Example(prompt, reference, topic)
+  return list(rows.values())
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Word problems of one or two steps, with operands small enough to be learnt."""
+"""Word problems of one or two steps, with operands small enough to be learned."""
 
 import random
 

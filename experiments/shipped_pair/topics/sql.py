@@ -60,54 +60,54 @@ def generate(rng: random.Random) -> tuple[str, str]:
 
 def _rows(table: str, rng: random.Random) -> tuple[str, str]:
   first, second, third = rng.sample(_columns(table), 3)
-  asked, where = _conditions(table, rng)
+  question, where = _conditions(table, rng)
   sorting, order = _order(table, rng)
   return (
     f"{rng.choice(_VERBS)} the {first}, {second} and {third} of all {table} "
-    f"{asked}, {sorting}.",
+    f"{question}, {sorting}.",
     f"SELECT {first}, {second}, {third} FROM {table} {where} {order};",
   )
 
 
 def _first_rows(table: str, rng: random.Random) -> tuple[str, str]:
   first, second = rng.sample(_columns(table), 2)
-  asked, where = _conditions(table, rng)
+  question, where = _conditions(table, rng)
   sorting, order = _order(table, rng)
   limit = rng.randint(2, 20)
   return (
-    f"{rng.choice(_VERBS)} the {first} and {second} of {table} {asked}, {sorting}, "
+    f"{rng.choice(_VERBS)} the {first} and {second} of {table} {question}, {sorting}, "
     f"first {limit} only.",
     f"SELECT {first}, {second} FROM {table} {where} {order} LIMIT {limit};",
   )
 
 
 def _aggregates(table: str, rng: random.Random) -> tuple[str, str]:
-  asked, where = _conditions(table, rng)
+  question, where = _conditions(table, rng)
   (word, function), (word2, function2) = rng.sample(_AGGREGATES, 2)
   column, column2 = rng.sample(SCHEMA[table][1], 2)
   return (
-    f"What is the {word} {column} and the {word2} {column2} of {table} {asked}?",
+    f"What is the {word} {column} and the {word2} {column2} of {table} {question}?",
     f"SELECT {function}({column}), {function2}({column2}) FROM {table} {where};",
   )
 
 
 def _count(table: str, rng: random.Random) -> tuple[str, str]:
-  asked, where = _conditions(table, rng)
+  question, where = _conditions(table, rng)
   word, function = rng.choice(_AGGREGATES)
   column = rng.choice(SCHEMA[table][1])
   return (
-    f"How many {table} are there {asked}, and what is their {word} {column}?",
+    f"How many {table} are there {question}, and what is their {word} {column}?",
     f"SELECT COUNT(*), {function}({column}) FROM {table} {where};",
   )
 
 
 def _groups(table: str, rng: random.Random) -> tuple[str, str]:
   key = rng.choice(SCHEMA[table][0][1:])
-  asked, where = _condition(table, rng)
+  question, where = _condition(table, rng)
   word, function = rng.choice(_AGGREGATES)
   column = rng.choice(SCHEMA[table][1])
   return (
-    f"For each {key} of {table} with {asked}, give the {word} {column} and the "
+    f"For each {key} of {table} with {question}, give the {word} {column} and the "
     f"count, sorted by {key}.",
     f"SELECT {key}, {function}({column}), COUNT(*) FROM {table} WHERE {where} "
     f"GROUP BY {key} ORDER BY {key};",
@@ -136,10 +136,10 @@ def _condition(table: str, rng: random.Random) -> tuple[str, str]:
 
 def _conditions(table: str, rng: random.Random) -> tuple[str, str]:
   """Draws a condition on a number and one on a text column."""
-  asked, where = _condition(table, rng)
+  question, where = _condition(table, rng)
   column = rng.choice(SCHEMA[table][0][1:])
   value = rng.choice(VALUES[column])
   return (
-    f"with {asked} and {column} '{value}'",
+    f"with {question} and {column} '{value}'",
     f"WHERE {where} AND {column} = '{value}'",
   )

@@ -87,7 +87,7 @@ def test_documented_requests_get_documented_answers(server):
   for path, name in (("completions", "Completion"), ("chat/completions", "Chat")):
     # Few of the requests above ask for a stream and are not refused.
     whole = described["components"]["schemas"][name]
-    names = (*whole["required"], "temperature", "max_tokens", "n")
+    names = (*whole["required"], "temperature", "max_tokens")
     properties = {name: whole["properties"][name] for name in names}
     properties["stream"] = {"const": True}
     whole |= {"properties": properties, "required": [*whole["required"], "stream"]}

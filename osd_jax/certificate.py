@@ -50,13 +50,13 @@ class Difference:
   passes: bool  # whether the difference is a near tie
 
   def __str__(self) -> str:
-    shown = [
+    parts = [
       "score not finite" if score is None else f"{score:.7g}"
       for score in (self.expected_score, self.emitted_score)
     ]
     return (
       f"prompt {self.prompt}, position {self.position}: expected token"
-      f" {self.expected} ({shown[0]}), emitted {self.emitted} ({shown[1]})"
+      f" {self.expected} ({parts[0]}), emitted {self.emitted} ({parts[1]})"
     )
 
 
@@ -82,7 +82,7 @@ class Certificate:
     return self.check == "near-tie audit" or self.near_ties <= allowed
 
   def __add__(self, other: "Certificate") -> "Certificate":
-    sums = {name: own + vars(other)[name] for name, own in vars(self).items()}
+    sums = {name: value + vars(other)[name] for name, value in vars(self).items()}
     return Certificate(**{**sums, "check": (self if self.outputs else other).check})
 
   def row(self) -> dict[str, Any]:

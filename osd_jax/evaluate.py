@@ -180,8 +180,8 @@ class Bench:
     self.labels = draft_labels(paths)
     self.pairs: list[pairs.Pair] = []
     for path in paths:
-      named = dataclasses.replace(config.pair, draft=path)
-      pair = pairs.load_pair(named, sharding.make(config.partition))
+      pair_config = dataclasses.replace(config.pair, draft=path)
+      pair = pairs.load_pair(pair_config, sharding.make(config.partition))
       # All pairs share the first copy of the target, so that it is in memory once.
       first = self.pairs[0] if self.pairs else pair
       self.pairs.append(dataclasses.replace(pair, target_params=first.target_params))
@@ -223,8 +223,8 @@ class Bench:
       for task_id, places in self._tasks():
         means = dict(agreed[task_id])
         means.pop("requests")
-        counted = acceptance([served[place] for place in places])
-        rows.append({"task": self._label(task_id), "draft": label, **means, **counted})
+        figures = acceptance([served[place] for place in places])
+        rows.append({"task": self._label(task_id), "draft": label, **means, **figures})
       checks.append(self._check(answers, served, server))
     return rows, checks
 
@@ -298,8 +298,8 @@ class Bench:
       mask = np.asarray(batch.mask)
       right = (np.asarray(batch.records.ids[..., 0]) == np.asarray(batch.target)) & mask
       shares += [
-        float(hits.sum() / kept.sum()) if kept.any() else None
-        for hits, kept in zip(right, mask, strict=True)
+        float(hits.sum() / is_token.sum()) if is_token.any() else None
+        for hits, is_token in zip(right, mask, strict=True)
       ]
     return shares[: len(self.prompts)]
 
@@ -339,8 +339,8 @@ def time_requests(
       started = time.perf_counter()
       answers = servers[index].run(requests[start : start + block])
       seconds[index] += time.perf_counter() - started
-      tokens[index] += sum(len(done.tokens) for done in answers)
-      calls[index] += sum(done.target_calls for done in answers)
+      tokens[index] += sum(len(answer.tokens) for answer in answers)
+      calls[index] += sum(answer.target_calls for answer in answers)
   return list(zip(seconds * 1e3 / tokens, tokens / calls, strict=True))
 
 
@@ -365,21 +365,21 @@ def quality(
     `ended`, `looping`: shares of answers that end with end-of-sequence, and that repeat
     themselves. `distinct`: distinct texts / answers. `output_tokens`: mean length.
   """
-  texts = [vocabulary.decode(done.tokens).strip() for _, done in part]
+  texts = [vocabulary.decode(answer.tokens).strip() for _, answer in part]
   exact = [
     text == vocabulary.decode(prompt.reference).strip()
     for text, (prompt, _) in zip(texts, part, strict=True)
     # A reference without end-of-sequence was truncated, so no answer can match it.
     if len(prompt.reference) > 1 and prompt.reference[-1] in vocabulary.eos_ids
   ]
-  ended = [done.stop_reason == base.StopReason.EOS for _, done in part]
+  ended = [answer.stop_reason == base.StopReason.EOS for _, answer in part]
   return {
     "references": len(exact),
     "exact_match": float(np.mean(exact)) if exact else None,
     "ended": float(np.mean(ended)),
-    "looping": float(np.mean([metrics.loops(done.tokens) for _, done in part])),
+    "looping": float(np.mean([metrics.loops(answer.tokens) for _, answer in part])),
     "distinct": len(set(texts)) / len(texts),
-    "output_tokens": float(np.mean([len(done.tokens) for _, done in part])),
+    "output_tokens": float(np.mean([len(answer.tokens) for _, answer in part])),
   }
 
 
@@ -502,7 +502,7 @@ def speculative_answers(
   decoding: DecodingConfig,
   requests: Sequence[Request],
   partition: sharding.PartitionConfig,
-  on_finished: Callable[[Finished], object] = lambda done: None,
+  on_finished: Callable[[Finished], object] = lambda answer: None,
 ) -> list[Finished]:
   """Answers in the order of the requests; the draft is swapped every few rounds."""
   server = Server(
@@ -514,9 +514,9 @@ def speculative_answers(
     versions[1] = perturbed(pair.draft_params, _NOISE, seed=1)
   answers: dict[int, Finished] = {}  # by identity, because answers come out of order
   for finished in server.serve(requests):
-    for done in finished:
-      on_finished(done)
-      answers[id(done.request)] = done
+    for answer in finished:
+      on_finished(answer)
+      answers[id(answer.request)] = answer
     version = server.engine.draft_version + 1
     # The swap is between two calls, while most requests are in flight.
     server.engine.swap(versions[version % 2], version)

@@ -470,8 +470,8 @@ def _sibling(
   """The name of the draft's own target, if `target` is only a copy of it."""
   if not isinstance(draft, weights.AttachedWeights):
     return ""
-  own = draft.target_name or "an unnamed target"
-  return own if draft.target != target.fingerprint else ""
+  trained_for = draft.target_name or "an unnamed target"
+  return trained_for if draft.target != target.fingerprint else ""
 
 
 def _draft_model(

@@ -99,8 +99,8 @@ def run_steps(loop: Loop, show: Callable[[Any], object]) -> None:
   if threading.current_thread() is threading.main_thread():
     handlers |= {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
   try:
-    while (shown := loop.step()) is not None:
-      show(shown)
+    while (rows := loop.step()) is not None:
+      show(rows)
       if arrived:
         loop.checkpoint()
         loop.wait()

@@ -57,8 +57,8 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
       service = Service(config, directory)
     try:
       host, port = listening.getsockname()[:2]
-      shown = f"[{host}]" if ":" in host else host
-      address = f"http://{shown}:{port}"
+      host_text = f"[{host}]" if ":" in host else host
+      address = f"http://{host_text}:{port}"
       print(f"serving {config.model_name} at {address}", file=sys.stderr, flush=True)
       asyncio.run(_listen(app.make(service, token), service, listening))
     finally:

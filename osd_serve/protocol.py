@@ -168,9 +168,9 @@ class Parameters(_Others):
   def settings(self, defaults: SamplingConfig) -> Prompt:
     """Returns the settings as a prompt without text; `defaults` fill the gaps."""
     names = {field.name for field in dataclasses.fields(Prompt)}
-    own = {name: getattr(self, name) for name in names & self.model_fields_set}
+    values = {name: getattr(self, name) for name in names & self.model_fields_set}
     # A request without a seed gets a random one, as in OpenAI's API.
-    settings = {**vars(defaults), "seed": secrets.randbits(32), **own}
+    settings = {**vars(defaults), "seed": secrets.randbits(32), **values}
     settings["seed"] %= 2**32
     settings["top_k"] = max(settings["top_k"], 0)
     settings["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

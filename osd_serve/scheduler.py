@@ -153,8 +153,8 @@ def _post(news: Sequence[tuple[Call, Event]]) -> None:
   for loop in {call.loop for call, _ in news}:
     # After the event loop has been closed, nobody waits for the events.
     with contextlib.suppress(RuntimeError):
-      own = [entry for entry in news if entry[0].loop is loop]
-      loop.call_soon_threadsafe(deliver, own)
+      entries = [entry for entry in news if entry[0].loop is loop]
+      loop.call_soon_threadsafe(deliver, entries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,8 +259,8 @@ class Scheduler:
     with self._changed:
       for job in call.jobs:
         job.is_cancelled = True
-      kept = [entry for entry in self._waiting if entry[0] is not call]
-      self._waiting = deque(kept)
+      others = [entry for entry in self._waiting if entry[0] is not call]
+      self._waiting = deque(others)
       self._changed.notify()
 
   def between_calls(
@@ -403,14 +403,17 @@ class Scheduler:
     with self._changed:
       self._is_draining = self._is_ended = True
       functions, self._functions = self._functions, []
-      left = [*self._running.items(), *((job, call) for call, job in self._waiting)]
+      unanswered = [
+        *self._running.items(),
+        *((job, call) for call, job in self._waiting),
+      ]
       self._running.clear()
       self._waiting.clear()
     for _, future in functions:
       if future.set_running_or_notify_cancel():
         future.set_exception(EngineFailedError(first_line(failure)))
     error = EngineFailedError(first_line(failure))
-    _post([(call, Event(job, error=error)) for job, call in left])
+    _post([(call, Event(job, error=error)) for job, call in unanswered])
 
 
 def first_line(error: BaseException) -> str:

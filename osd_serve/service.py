@@ -181,15 +181,15 @@ class Service:
 
   async def choice(self, ask: protocol.Ask, event: Event) -> protocol.Choice:
     """Returns the finished answer of an event."""
-    job, done = event.job, event.done
-    assert done is not None
-    text, found = job.text.finish(done.tokens)[0], None
+    job, answer = event.job, event.done
+    assert answer is not None
+    text, scores = job.text.finish(answer.tokens)[0], None
     if ask.echo:
       text = f"{ask.inputs[job.index // ask.n]}{text}"
     if ask.top is not None:
-      found = await asyncio.to_thread(self._log_probs, ask, done)
+      scores = await asyncio.to_thread(self._log_probs, ask, answer)
     return protocol.Choice(
-      job.index, text, finish_reason(done), len(job.request.tokens), done, found
+      job.index, text, finish_reason(answer), len(job.request.tokens), answer, scores
     )
 
   async def draft(self) -> bytes:
@@ -300,9 +300,9 @@ class Service:
     # A row that is stopped, and log-probabilities, have programs of their own.
     prompt = self.encode("-", is_chat=False)
     request = Request(prompt, watch=lambda tokens: 1, remember=False)
-    (done,) = self.server.run([request])
+    (answer,) = self.server.run([request])
     pair = self.server.pair
-    agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
+    agreement.emitted_log_probs(pair.target, pair.target_params, answer.batch)
     if pair.draft is not None:
       engine = self.server.engine
       buckets = engine.config.source_lengths
@@ -344,8 +344,8 @@ class Service:
 
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:
     pair = self.server.pair
-    chosen = agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
-    return protocol.log_probs(ask, done, np.asarray(chosen)[0], pair.vocabulary.decode)
+    emitted = agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
+    return protocol.log_probs(ask, done, np.asarray(emitted)[0], pair.vocabulary.decode)
 
   def _finished(self, job: Job, done: Finished) -> None:
     """Counts an answer; on the serving thread."""

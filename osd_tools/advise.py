@@ -111,9 +111,9 @@ def advise(
   with progress.status(console, "scoring the answers with the target"):
     answers = scored(pair, examples, decoding)
   drafted = max(costs.online.num_draft_tokens)
-  shown = progress.bar(console)
-  with shown:
-    courses = _courses(config, pair, answers, costs, drafted, shown)
+  progress_bar = progress.bar(console)
+  with progress_bar:
+    courses = _courses(config, pair, answers, costs, drafted, progress_bar)
   serving.close()
   rows = [
     {"system": name, **figures(course, costs, name)} for name, course in courses.items()
@@ -144,29 +144,29 @@ def read_log(
   """
   task = TaskExamples(config.log, pair.vocabulary)
   source, target = config.decoding.source_lengths[-1], config.decoding.target_length
-  found, unfit, cut = [], 0, 0
+  answers, unfit, cut = [], 0, 0
   for number in range(len(task)):
     prompt, answer = task.tokens(number)
     if len(prompt) > source or len(answer) < 2:  # an end-of-sequence is no answer
       unfit += 1
       continue
     cut += len(answer) > target
-    found.append(EncodedExample(prompt, 0, answer[:target]))
-    if len(found) == config.count:
+    answers.append(EncodedExample(prompt, 0, answer[:target]))
+    if len(answers) == config.count:
       break
-  if not found:
+  if not answers:
     raise base.InputError(
       f"AdviseConfig.log: {config.log.pattern!r} has {len(task)} rows and none with an"
       f" answer and a prompt of at most {source} tokens; name the field of the answer"
       " in TaskConfig.reference, or raise DecodingConfig.source_lengths."
     )
-  said = {
+  reasons = {
     f"{len(task.skipped)} row(s) cannot be read": len(task.skipped),
     f"{unfit} row(s) have no answer, or a prompt of more than {source} tokens": unfit,
     f"{cut} answer(s) are cut to {target} tokens": cut,
   }
-  parts = [text for text, count in said.items() if count]
-  return found, f"Of the log: {'; '.join(parts)}." if parts else ""
+  parts = [text for text, count in reasons.items() if count]
+  return answers, f"Of the log: {'; '.join(parts)}." if parts else ""
 
 
 def scored(
@@ -186,7 +186,7 @@ def figures(course: replay.Course, costs: Costs, system: str) -> dict[str, Any]:
 
   Plain decoding has K = 0 and the others more; a cache names its tokens in no time.
   """
-  tokens, found = course.tokens.sum(), []
+  tokens, rows = course.tokens.sum(), []
   online = costs.online
   for k, round_ms in zip(online.num_draft_tokens, online.round_ms, strict=True):
     if (k == 0) != (system == PLAIN):
@@ -196,8 +196,8 @@ def figures(course: replay.Course, costs: Costs, system: str) -> dict[str, Any]:
     spent = calls * max(round_ms - drafting_ms, 0.0)
     spent += len(course.right) * online.request_ms
     spent += course.slices * costs.lost_ms / max(costs.slices, 1)
-    found.append((float(spent / tokens), k, float(tokens / calls)))
-  milliseconds, k, per_call = min(found)
+    rows.append((float(spent / tokens), k, float(tokens / calls)))
+  milliseconds, k, per_call = min(rows)
   return {
     "tokens_per_call": per_call,
     "num_draft_tokens": k,
@@ -243,11 +243,11 @@ def by_its_end(frozen: replay.Course, learned: replay.Course, drafted: int) -> s
 
 def settings_for(rows: Sequence[dict[str, Any]]) -> list[str]:
   """Says which settings the fastest system has, and what a mixture could add."""
-  measured = [row for row in rows if not row["is_bound"]]
-  best = min(measured, key=lambda row: row["ms_per_token"])
+  candidates = [row for row in rows if not row["is_bound"]]
+  best = min(candidates, key=lambda row: row["ms_per_token"])
   name, k = best["system"], best["num_draft_tokens"]
   if name == PLAIN:
-    said = (
+    sentence = (
       "Plain decoding is the fastest here. Speculation pays with a better draft, or"
       " where a call on several tokens takes no longer than one on a single token."
     )
@@ -257,13 +257,13 @@ def settings_for(rows: Sequence[dict[str, Any]]) -> list[str]:
       settings["PairConfig.draft"] = "cache"
     else:
       settings["OnlineConfig.learn"] = name == LEARNED
-    named = [f"{field} = {value!r}" for field, value in settings.items()]
-    said = f"The fastest is {name}. Begin with {', '.join(named)}."
+    lines = [f"{field} = {value!r}" for field, value in settings.items()]
+    sentence = f"The fastest is {name}. Begin with {', '.join(lines)}."
   mixed = max(row["over_plain"] for row in rows)
   if mixed < WORTH_A_TRY * best["over_plain"]:
-    return [said]
+    return [sentence]
   return [
-    said,
+    sentence,
     f"A draft mixed with the cache could reach up to {mixed:.2f}x plain decoding; to"
     f" try it, set DecodingConfig.cache_tokens = {CACHE_TOKENS}.",
   ]

@@ -129,14 +129,14 @@ class Topology:
     from jax.experimental import topologies
 
     try:
-      found = topologies.get_topology_desc(
+      topology = topologies.get_topology_desc(
         platform=platform, topology_name=name, **options
       )
     except Exception as error:  # plug-ins raise different types
-      said = str(error).splitlines()[0]
+      message = str(error).splitlines()[0]
       raise base.InputError(
-        f"CompileConfig.topology: no compiler for {self.name!r} ({said}). It comes"
+        f"CompileConfig.topology: no compiler for {self.name!r} ({message}). It comes"
         f" with `pip install {packages}` of this JAX's version, best in an environment"
         " of its own; a TPU's size is a whole host's at least, as 2x2."
       ) from error
-    return found.devices
+    return topology.devices

@@ -42,8 +42,8 @@ class Operation:
   @property
   def cycles(self) -> int:
     """Returns the estimate of a TPU's compiler, or 0 from other compilers."""
-    said = re.search(r'"estimated_cycles":"(\d+)"', self.line)
-    return int(said.group(1)) if said else 0
+    match = re.search(r'"estimated_cycles":"(\d+)"', self.line)
+    return int(match.group(1)) if match else 0
 
 
 class HloProgram:
@@ -73,23 +73,25 @@ class HloProgram:
 
   def count(self, depth: int) -> Counter[str]:
     """Counts operations by name that are inside exactly `depth` loops."""
-    return Counter(found.name for found in self.operations if found.depth == depth)
+    return Counter(
+      operation.name for operation in self.operations if operation.depth == depth
+    )
 
   def of(self, *names: str) -> list[Operation]:
     """Returns the operations that have any of the given names."""
-    return [found for found in self.operations if found.name in names]
+    return [operation for operation in self.operations if operation.name in names]
 
   @property
   def foreign_calls(self) -> int:
     """Returns the number of calls through XLA's foreign function interface."""
-    return sum("ffi" in found.line for found in self.of("custom-call"))
+    return sum("ffi" in call.line for call in self.of("custom-call"))
 
   def _walk(self, name: str, depth: int) -> Iterator[Operation]:
     for line in self._computations.get(name, ()):
-      found = _OPERATION.match(line)
-      if not found:
+      match = _OPERATION.match(line)
+      if not match:
         continue
-      result, operation = found.groups()
+      result, operation = match.groups()
       # The matching "-start" has been counted.
       if operation.endswith("-done"):
         continue

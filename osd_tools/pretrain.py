@@ -105,8 +105,8 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
       runs.MetricsLog(directory.metrics_path) as log,
       runs.Checkpointer(directory.checkpoints_path, logs=[log]) as saved,
     ):
-      if (found := saved.restore(state)) is not None:
-        state, _ = found
+      if (checkpoint := saved.restore(state)) is not None:
+        state, _ = checkpoint
         resumed = saved.resumed("step", config.steps)
         console.print(resumed, highlight=False, soft_wrap=True)
       state = _loop(config, model, vocabulary, state, log, saved, console)
@@ -126,15 +126,15 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
 
 def _stored(config: PretrainConfig, vocabulary: Vocabulary) -> base.Params:
   """Returns the parameters of `config.start`, in float32."""
-  held = weights.load(assets.resolve(config.start, "PretrainConfig.start"))
-  pairs.check_vocabulary(config, "start", held, vocabulary)
+  shapes = weights.load(assets.resolve(config.start, "PretrainConfig.start"))
+  pairs.check_vocabulary(config, "start", shapes, vocabulary)
   # The type that a model computes in is not part of its shape.
-  if dataclasses.replace(held.config, dtype=config.model.dtype) != config.model:
+  if dataclasses.replace(shapes.config, dtype=config.model.dtype) != config.model:
     raise base.InputError(
-      f"PretrainConfig.start: {config.start} is a {held.config}, expected the shape of"
-      f" `model`, {config.model}; state the file's shape."
+      f"PretrainConfig.start: {config.start} is a {shapes.config}, expected the shape"
+      f" of `model`, {config.model}; state the file's shape."
     )
-  return held.params
+  return shapes.params
 
 
 def initial_state(
@@ -210,9 +210,9 @@ def regrouped(
   Returns:
     `pool` batches with S and T cut to the longest row of each.
   """
-  drawn = [stream[index * pool + offset] for offset in range(pool)]
+  pool_rows = [stream[index * pool + offset] for offset in range(pool)]
   source, target, task_id = (
-    np.concatenate([getattr(batch, name) for batch in drawn])
+    np.concatenate([getattr(batch, name) for batch in pool_rows])
     for name in ("source", "target", "task_id")
   )
   # Padding is at the end, so the number of other ids is the length.
@@ -259,8 +259,8 @@ def _loop(config, model, vocabulary, state, log, saved, console) -> update.Learn
       if place == 0 or not pool:
         pool = regrouped(stream, config.pool, index, config.length_multiple)
       rows = _placed(partitioner, pool[place])
-      state, found = train_step(model, config.optimizer, state, *rows)
-      losses.append(found.loss)
+      state, figures = train_step(model, config.optimizer, state, *rows)
+      losses.append(figures.loss)
       if step % config.log_every == 0:
         mean = float(np.mean(jax.device_get(losses)))
         losses.clear()
@@ -289,21 +289,21 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
   """Returns token accuracy and greedy exact match on the held-out rows, per task."""
   partitioner = sharding.make(config.partition)
-  found: dict[str, list[Any]] = {}
+  sums: dict[str, list[Any]] = {}
   for index in range(config.evaluation_batches):
     batch = held_out[index]
     rows = _placed(partitioner, batch)
     share, exact = sharding.on_host(judge(model, params, *rows))
     for row, task_id in enumerate(batch.task_id):
       label = config.evaluation.tasks[int(task_id)].label
-      found.setdefault(label, []).append((share[row], exact[row]))
+      sums.setdefault(label, []).append((share[row], exact[row]))
   return {
     label: {
       "rows": len(rows),
       "token_accuracy": float(np.mean([share for share, _ in rows])),
       "exact_match": float(np.mean([exact for _, exact in rows])),
     }
-    for label, rows in sorted(found.items())
+    for label, rows in sorted(sums.items())
   }
 
 
@@ -312,8 +312,12 @@ def _placed(
 ) -> tuple[jax.Array, jax.Array]:
   """Puts source [R, S] and target [R, T] on the mesh, split over its data axis."""
   size = len(batch.source)
-  own = partitioner.own_rows(size)  # each process passes the rows of its own devices
-  return partitioner.place_own_rows(size, (batch.source[own], batch.target[own]))
+  local_rows = partitioner.own_rows(
+    size
+  )  # each process passes the rows of its own devices
+  return partitioner.place_own_rows(
+    size, (batch.source[local_rows], batch.target[local_rows])
+  )
 
 
 def _sentence(step: int, rows: dict[str, dict[str, float]]) -> str:

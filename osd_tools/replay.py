@@ -96,8 +96,8 @@ def frozen(
     part = list(answers[start : start + ROWS])
     filled = part + part[-1:] * (ROWS - len(part))  # a fixed shape compiles once
     stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), *filled)
-    found = jax.device_get(_score(draft, params, stacked, num_draft_tokens))
-    for row, overlap, right in zip(part, *found, strict=False):
+    figures = jax.device_get(_score(draft, params, stacked, num_draft_tokens))
+    for row, overlap, right in zip(part, *figures, strict=False):
       overlaps.append(overlap)
       rights.append(right[:, : _length(row)])
   return Course(np.asarray(overlaps), tuple(rights))
@@ -144,12 +144,12 @@ def learned(
   for answer in answers:
     if learner is None:
       lengths = answer.source.shape[1], answer.target.shape[1]
-      kept = answer.records.ids.shape[-1]
-      learner = Learner(draft, pair.draft_params, learning, *lengths, kept)
+      record_size = answer.records.ids.shape[-1]
+      learner = Learner(draft, pair.draft_params, learning, *lengths, record_size)
       learner.seed(seen)
       learner.costs = costs
-    found = jax.device_get(_score(draft, learner.serving, answer, num_draft_tokens))
-    overlap, right = float(found[0][0]), found[1][0, :, : _length(answer)]
+    figures = jax.device_get(_score(draft, learner.serving, answer, num_draft_tokens))
+    overlap, right = float(figures[0][0]), figures[1][0, :, : _length(answer)]
     rivals = {
       name: float(_score(draft, params, answer, num_draft_tokens)[0][0])
       for name, params in learner.rivals.items()
@@ -186,11 +186,11 @@ def _score(
     logits = model.score_steps(*arguments, **rows.score_inputs)
   greedy = sampling.make_settings(len(rows.target), max_length=rows.target.shape[1])
   greedy = jax.tree.map(jnp.asarray, greedy)
-  found = agreement.agreement_from_logits(logits[0], rows, greedy)
+  figures = agreement.agreement_from_logits(logits[0], rows, greedy)
   right = jnp.argmax(logits, axis=-1) == rows.target[None]
   # A draft that reads states is trained on fewer steps than it may draft.
   steps = jnp.minimum(jnp.arange(num_draft_tokens), len(right) - 1)
-  return found.distribution_overlap, jnp.moveaxis(right[steps], 0, 1)
+  return figures.distribution_overlap, jnp.moveaxis(right[steps], 0, 1)
 
 
 def _length(row: base.DistillationBatch) -> int:

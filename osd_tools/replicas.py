@@ -61,7 +61,7 @@ class Replica:
     pair = pairs.load_pair(given, partitioner).with_cache_size(decoding.cache_tokens)
     self._engine = Engine(decoding, *pair.models, partitioner)
     self._draft, self._frozen = pair.draft, pair.draft.split(pair.draft_params)[1]
-    answers = [_on_host(done) for done in self._engine.warm_up()]
+    answers = [_on_host(answer) for answer in self._engine.warm_up()]
     self._engine.absorb(_text_of(answers[0]))  # compiles
     self._engine.clear_memory()
     return answers
@@ -86,8 +86,8 @@ class Replica:
     """
     if forgets:
       self._engine.clear_memory()
-    for done in unseen:
-      self._engine.absorb(done)
+    for answer in unseen:
+      self._engine.absorb(answer)
     if draft is not None:
       # The frozen part is the target's, which the replica has already.
       params = self._draft.join(draft.params, self._frozen)
@@ -95,7 +95,7 @@ class Replica:
     for request in requests:  # their tags are numbers of the driver
       self._engine.submit(request, request.tag)
     self._engine.expecting = expecting
-    return [_on_host(done) for done in self._engine.step()]
+    return [_on_host(answer) for answer in self._engine.step()]
 
 
 @dataclasses.dataclass(eq=False)
@@ -229,9 +229,9 @@ class Replicas:
     self._dispatch()
     replica, answers = self._first()
     finished = [  # answers to warm-up requests are ignored
-      dataclasses.replace(done, request=replica.held.pop(done.request.tag))
-      for done in answers
-      if done.request.tag in replica.held
+      dataclasses.replace(answer, request=replica.held.pop(answer.request.tag))
+      for answer in answers
+      if answer.request.tag in replica.held
     ]
     self._lost_in_turn = 0 if finished else self._lost_in_turn
     self._share(replica, finished)
@@ -339,7 +339,7 @@ class Replicas:
     """Keeps answers of a replica for the n-gram caches of the others."""
     if not self._has_cache:
       return
-    texts = [_text_of(done) for done in finished if done.request.remember]
+    texts = [_text_of(answer) for answer in finished if answer.request.remember]
     for replica in self._replicas:
       if replica is not source:
         replica.unseen.extend(texts)

@@ -44,8 +44,8 @@ def register(task: TaskConfig, vocabulary: Vocabulary, name: str | None = None) 
   """
   seqio = import_seqio()
   name = name or task.name
-  own = (vocabulary.fingerprint, vocabulary.chat_template, vocabulary.variables)
-  definition = (task, *own)
+  identity = (vocabulary.fingerprint, vocabulary.chat_template, vocabulary.variables)
+  definition = (task, *identity)
   if name in seqio.TaskRegistry.names():
     if _definitions.get(name) == definition:
       return name

@@ -58,17 +58,17 @@ def _shipped(path: str, setting: str) -> Path:
 def _downloaded(name: str, setting: str) -> Path:
   """Downloads a folder from the hub and returns its path."""
   parent, last = os.path.split(name)
-  said = f"{setting}: received {name!r}, but there is no such file or folder here"
+  message = f"{setting}: received {name!r}, but there is no such file or folder here"
   if os.path.isdir(parent or "."):
     names = difflib.get_close_matches(last, os.listdir(parent or "."), 1)
-    said += "".join(f" (did you mean {os.path.join(parent, n)!r}?)" for n in names)
+    message += "".join(f" (did you mean {os.path.join(parent, n)!r}?)" for n in names)
   if parent and os.path.isdir(parent):
-    raise base.InputError(f"{said}; expected a local file or folder.")
+    raise base.InputError(f"{message}; expected a local file or folder.")
   try:
     import huggingface_hub
   except ImportError as error:
     raise base.InputError(
-      f"{said}. If it is a name on the Hugging Face hub, download it, or install"
+      f"{message}. If it is a name on the Hugging Face hub, download it, or install"
       " huggingface_hub (pip install huggingface_hub) to download it automatically."
     ) from error
   try:
@@ -76,7 +76,7 @@ def _downloaded(name: str, setting: str) -> Path:
   except Exception as error:  # it raises many types
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     raise base.InputError(
-      f"{said}, and the Hugging Face hub did not give it ({reason}); correct the"
+      f"{message}, and the Hugging Face hub did not give it ({reason}); correct the"
       " path or the name."
     ) from error
 

@@ -51,7 +51,7 @@ def interleaved(
     enough = turn >= LEAST and now - started >= ENOUGH
     if enough or (now - started) + (now - began) > seconds:
       break
-  return {name: typical(found) for name, found in times.items()}
+  return {name: typical(samples) for name, samples in times.items()}
 
 
 def lost_ms(
@@ -75,7 +75,7 @@ def lost_ms(
     seconds: the budget; one measurement always happens.
     clock: returns seconds; tests replace it with a fake.
   """
-  found, started = [], clock()
+  losses, started = [], clock()
   for _ in range(REPEATS):
     began, steps = clock(), 0
 
@@ -92,8 +92,8 @@ def lost_ms(
     for _ in range(steps):
       serve()
     now = clock()
-    found.append(both - (now - began_alone))
+    losses.append(both - (now - began_alone))
     if (now - started) + (now - began) > seconds:
       break
   # Differences are noisy in both directions, so that the faster half would be biased.
-  return max(float(np.median(found)) * 1e3, 0.0)
+  return max(float(np.median(losses)) * 1e3, 0.0)

@@ -122,8 +122,8 @@ def emitted_log_probs(
   """[R, T] log-probabilities of a batch's tokens, by one pass of the target."""
   logits = target.score(params, batch.source, target.mask(batch.source), batch.target)
   logits = logits.astype(jnp.float32)
-  chosen = jnp.take_along_axis(logits, batch.target[..., None], axis=-1)[..., 0]
-  return chosen - jax.nn.logsumexp(logits, axis=-1)
+  emitted = jnp.take_along_axis(logits, batch.target[..., None], axis=-1)[..., 0]
+  return emitted - jax.nn.logsumexp(logits, axis=-1)
 
 
 def mean_agreement(

@@ -93,9 +93,11 @@ def read_progress(
   """Reads the progress back; waits for the call that made the state."""
   counters = state.counters
   # Without a draft the field is not used; the length saves a second kind of state.
-  fed = state.length if drafter is None else drafter.fed(state.draft_cache)
+  inputs = state.length if drafter is None else drafter.fed(state.draft_cache)
   counts = counters.rounds, counters.drafted, counters.accepted
-  values = jax.device_get((state.tokens, state.stop_reason, state.length, fed, *counts))
+  values = jax.device_get(
+    (state.tokens, state.stop_reason, state.length, inputs, *counts)
+  )
   return RowProgress(*map(np.array, values))
 
 
@@ -604,10 +606,10 @@ class Engine:
       return 0, 0  # it drafts in every call, or in none
     lacking = {number: slot for number, slot in rows if slot.lacks_draft}
     prefills = len(list(self._batches(lacking, self._bucket)))
-    fed = self._progress.fed.copy()
-    fed[list(lacking)] = 0
+    inputs = self._progress.fed.copy()
+    inputs[list(lacking)] = 0
     # A draft that is up to date has been fed length - 1 inputs; see `fed_to_draft`.
-    lag = max(int(self._progress.length[n]) - 1 - int(fed[n]) for n, _ in rows)
+    lag = max(int(self._progress.length[n]) - 1 - int(inputs[n]) for n, _ in rows)
     return max(-(-lag // drafters.CHUNK), 0), prefills
 
   def _prepare_draft(self, rows: list[tuple[int, Slot]]) -> None:

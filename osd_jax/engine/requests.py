@@ -227,9 +227,9 @@ class SamplingConfig(base.Config):
     self, max_length: int, speculative: bool = True, cache_salt: int = 0
   ) -> base.SamplingSettings:
     """Returns the same as arrays of one row."""
-    own = vars(self)
+    fields = vars(self)
     return sampling.make_settings(
-      1, max_length=max_length, speculative=speculative, cache_salt=cache_salt, **own
+      1, max_length=max_length, speculative=speculative, cache_salt=cache_salt, **fields
     )
 
 
@@ -557,6 +557,6 @@ def in_order(
 ) -> list[Finished]:
   """Returns results in the order of their requests; an object may be there twice."""
   answers: dict[int, deque[Finished]] = {}
-  for done in finished:
-    answers.setdefault(id(done.request), deque()).append(done)
+  for answer in finished:
+    answers.setdefault(id(answer.request), deque()).append(answer)
   return [answers[id(request)].popleft() for request in requests]

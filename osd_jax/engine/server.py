@@ -239,8 +239,8 @@ class Server:
     with self._one_call(clears=True):
       try:
         for finished in self._serve(self._requests(prompts, settings, call)):
-          for done in finished:
-            call.add(self._answer(done, learn))
+          for answer in finished:
+            call.add(self._answer(answer, learn))
           yield from call.ready()
       except Exception as error:
         call.failure = call.failure or error
@@ -267,14 +267,14 @@ class Server:
       for finished in self._serve([request]):
         # `watch` has read the tokens during the call; only the certain part is shown.
         piece = text.next_piece()
-        for done in finished:
-          piece += text.finish(done.tokens)[1]
+        for answer in finished:
+          piece += text.finish(answer.tokens)[1]
           if learn and settled.learn:
-            self.learn(done)
+            self.learn(answer)
         if piece:
           yield piece
-        for done in finished:
-          _check_finite(0, done.stop_reason)
+        for answer in finished:
+          _check_finite(0, answer.stop_reason)
 
   def serve(self, requests: Iterable[Request | None]) -> Iterator[list[Finished]]:
     """Answers requests of tokens: submits them as rows become free, and collects.
@@ -313,8 +313,8 @@ class Server:
           self._learner.wait_if_behind(engine.in_flight)
         with self._stepping:
           finished = [] if self._is_closed else engine.step()
-      for done in finished:
-        self.statistics.count(done)
+      for answer in finished:
+        self.statistics.count(answer)
       yield finished
     if failure is not None:
       raise failure
@@ -322,7 +322,7 @@ class Server:
   def run(
     self,
     requests: Sequence[Request],
-    on_finished: Callable[[Finished], object] = lambda done: None,
+    on_finished: Callable[[Finished], object] = lambda answer: None,
   ) -> list[Finished]:
     """Answers all requests of tokens; returns the results in order.
 
@@ -335,9 +335,9 @@ class Server:
       for request in requests:
         self.engine.check(request)
       for finished in self._serve(requests):
-        for done in finished:
-          on_finished(done)
-          answers.append(done)
+        for answer in finished:
+          on_finished(answer)
+          answers.append(answer)
     if self._is_closed:
       raise base.InputError("Server.run: the server was closed during this call.")
     return in_order(requests, answers)
@@ -407,15 +407,15 @@ class Server:
     """Compiles the calls of every bucket now, so that no request waits for it."""
     answers = self.engine.warm_up()
     if learn:
-      self.learner.warm_up(done.batch for done in answers)
+      self.learner.warm_up(answer.batch for answer in answers)
     if self.pair.draft is not None and self.engine.config.record_top_k:
-      for done in answers:
+      for answer in answers:
         for length in agreement.lengths(self.engine.config.target_length):
           agreement.agreement(
             self.pair.draft,
             self.draft_params,
-            done.batch,
-            done.settings,
+            answer.batch,
+            answer.settings,
             length,
             self.engine.shortlist,
           )
@@ -668,8 +668,8 @@ class Server:
 
   def _overlap(self, params: base.Params, done: Finished) -> float:
     """Returns the overlap of a draft with an answer."""
-    measured = agreement.of_answer(self.pair.draft, params, done, self.shortlist)
-    return float(jax.device_get(measured.distribution_overlap)[0])
+    figures = agreement.of_answer(self.pair.draft, params, done, self.shortlist)
+    return float(jax.device_get(figures.distribution_overlap)[0])
 
 
 @dataclasses.dataclass

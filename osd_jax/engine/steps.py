@@ -88,11 +88,11 @@ def prefill_batches(
   prompts: Mapping[int, PaddedPrompt], bucket: int, rows: int, parts: int
 ) -> Iterator[PromptBatch]:
   """Yields the fewest calls that prefill prompts, given by slot, in a bucket."""
-  left: Collection[int] = sorted(prompts)
-  while left:
-    taken = first_free_slots(left, rows, parts)
-    yield _batch({slot: prompts[slot] for slot in taken}, bucket, rows, parts)
-    left = [slot for slot in left if slot not in taken]
+  waiting: Collection[int] = sorted(prompts)
+  while waiting:
+    slots = first_free_slots(waiting, rows, parts)
+    yield _batch({slot: prompts[slot] for slot in slots}, bucket, rows, parts)
+    waiting = [slot for slot in waiting if slot not in slots]
 
 
 def _batch(
@@ -105,11 +105,11 @@ def _batch(
   size, any_prompt = rows // parts, next(iter(prompts.values()))
   by_part = {slot // size: (slot % size, prompt) for slot, prompt in prompts.items()}
   # Every part computes, so a part without a prompt of its own repeats another's.
-  taken = [by_part.get(part, (-1, any_prompt)) for part in range(parts)]
+  by_slot = [by_part.get(part, (-1, any_prompt)) for part in range(parts)]
   source, settings = jax.tree.map(
-    lambda *leaves: np.concatenate(leaves), *(prompt for _, prompt in taken)
+    lambda *leaves: np.concatenate(leaves), *(prompt for _, prompt in by_slot)
   )
-  slots = np.asarray([slot for slot, _ in taken], np.int32)
+  slots = np.asarray([slot for slot, _ in by_slot], np.int32)
   return PromptBatch(source[:, :bucket], settings, slots)
 
 
@@ -156,9 +156,9 @@ def check_target_states(
     return [getattr(cache, name, None) for name in ("target_states", "token_states")]
 
   # Only shapes are computed, so the check is free.
-  found = jax.eval_shape(prefilled, params, source)
+  shapes = jax.eval_shape(prefilled, params, source)
   reads = "tokens" if draft.reads_tokens else "prompt"
-  for states in found if draft.reads_tokens else found[:1]:
+  for states in shapes if draft.reads_tokens else shapes[:1]:
     received = "nothing" if states is None else f"width {states.shape[-1]}"
     if received != f"width {draft.state_width}":
       raise base.InputError(
@@ -262,10 +262,10 @@ def put_undrafted(
   # draft reads it.
   old = state.draft_cache
   others = None if rows.draft_cache is None else old.replace(draft=None)
-  found = _inserted(spec, state.replace(draft_cache=others), rows, slots)
+  inserted = _inserted(spec, state.replace(draft_cache=others), rows, slots)
   if others is not None:
-    old = found.draft_cache.replace(draft=old.draft)
-  return spec.place(found.replace(draft_cache=old))
+    old = inserted.draft_cache.replace(draft=old.draft)
+  return spec.place(inserted.replace(draft_cache=old))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -281,11 +281,11 @@ def prefill_draft(
   """
   target_states, slots = None, prompts.slots
   if spec.draft is not None and spec.draft.state_width:
-    stored = state.target_cache.target_states
-    target_states = spec.by_part(cache.take_row, stored, slots)
+    all_states = state.target_cache.target_states
+    target_states = spec.by_part(cache.take_row, all_states, slots)
   rows = _draft_prefilled(spec, served, _split(spec, prompts.source), target_states)
-  found = _inserted(spec, state.draft_cache, rows, slots)
-  return spec.place(state.replace(draft_cache=found))
+  draft_cache = _inserted(spec, state.draft_cache, rows, slots)
+  return spec.place(state.replace(draft_cache=draft_cache))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -329,8 +329,8 @@ def exactly(spec: DecodeSpec, num_draft_tokens: int) -> tuple[int, np.ndarray | 
   if not num_draft_tokens or not spec.widths:
     return num_draft_tokens, None
   largest = spec.widths[-1]
-  wanted = np.arange(largest) < num_draft_tokens
-  return largest, np.where(wanted, 0.0, np.inf).astype(np.float32)
+  is_drafted = np.arange(largest) < num_draft_tokens
+  return largest, np.where(is_drafted, 0.0, np.inf).astype(np.float32)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

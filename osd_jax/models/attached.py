@@ -234,8 +234,8 @@ def build(
 
 
 def _apply(module: Attached, params: base.Params, *arguments, method) -> Any:
-  own = {name: part for name, part in params.items() if name != FROZEN}
-  return module.apply({"params": own}, *arguments, method=method)
+  trained = {name: part for name, part in params.items() if name != FROZEN}
+  return module.apply({"params": trained}, *arguments, method=method)
 
 
 def _encode_for_draft(target, kept, params, source, mask):
@@ -273,9 +273,9 @@ def _prepare(
 ) -> base.Params:
   """The served copy; it shares the target's embedding and full head."""
   dtype, frozen = jnp.dtype(target.dtype), params[FROZEN]
-  own = {name: part for name, part in params.items() if name != FROZEN}
-  own = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), own)
-  copy = served.for_steps(own, serving.layout)
+  trained = {name: part for name, part in params.items() if name != FROZEN}
+  trained = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), trained)
+  copy = served.for_steps(trained, serving.layout)
   # Without the encoder: when serving, the target's own prefill returns the states.
   tables = {"embedding": frozen["embedding"]}
   if "draft_head" in frozen:

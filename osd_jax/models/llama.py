@@ -354,8 +354,8 @@ class Decoder(nn.Module):
       # A scan needs one shape for all chunks, so each chunk attends to all S slots and
       # masks the later ones.
       slots = jnp.arange(length)[None] <= start + jnp.arange(CHUNK)[:, None]
-      own = jax.lax.dynamic_slice_in_dim(mask, start, CHUNK, axis=1)[..., None]
-      bias = biases(config, mask[:, None] & own & slots[None], at, positions)
+      chunk_mask = jax.lax.dynamic_slice_in_dim(mask, start, CHUNK, axis=1)[..., None]
+      bias = biases(config, mask[:, None] & chunk_mask & slots[None], at, positions)
       after, states = [], []
       for index, entries in enumerate(caches):
         window, past = config.window_of(index), (*entries, start)

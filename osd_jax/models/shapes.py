@@ -268,14 +268,16 @@ class AttachedConfig(base.Config):
 
   def decoder(self, target: T5Config | LlamaConfig) -> T5Config:
     """The shape of the decoder layers, computing in the dtype of a target."""
-    own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    del own["reads"]
+    fields = {
+      field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+    }
+    del fields["reads"]
     return T5Config(
       vocab_size=target.vocab_size,
       num_encoder_layers=1,  # T5Config needs one; no encoder is built
-      num_decoder_layers=own.pop("num_layers"),
+      num_decoder_layers=fields.pop("num_layers"),
       dtype=target.dtype,
-      **own,
+      **fields,
     )
 
 

@@ -131,10 +131,12 @@ def redraw(path: str | Path) -> Path:
   directory = runs.RunDirectory(path)
   directory.provenance()  # raises if this is not a run directory
   rows = _rows(directory)
-  written = directory.path / "certificate.json"
+  certificate_path = directory.path / "certificate.json"
   verdict = ""
-  if written.exists():
-    verdict = json.loads(written.read_text(encoding="utf-8")).get("sentence", "")
+  if certificate_path.exists():
+    verdict = json.loads(certificate_path.read_text(encoding="utf-8")).get(
+      "sentence", ""
+    )
   return _write(directory, rows, verdict)[0]
 
 
@@ -177,12 +179,12 @@ def compare(
   folder = Path(output)
   folder.mkdir(parents=True, exist_ok=True)
   pictures, note = plots.draw_comparison(served, folder / "plots")
-  written = write_page(folder / "report.html", result, pictures, note=note)
+  page_path = write_page(folder / "report.html", result, pictures, note=note)
   if console is not None:
     tables.print_table(result.tables["Runs"], console)
     facts = [fact.sentence for fact in result.headline]
     _say(console, *facts, *result.notes, *result.details_notes, note)
-  return written
+  return page_path
 
 
 def _say(console: rich.console.Console, *sentences: str) -> None:

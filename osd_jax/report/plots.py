@@ -435,12 +435,12 @@ def _mark_shifts(axes: Any, requests: Sequence[Request]) -> None:
     if part.start:
       axes.axvline(left - 0.5, color=FAINT, lw=0.8, zorder=1)
     room = int((right - left) / span * 58)  # characters that fit above the segment
-    shown = part.source if len(part.source) <= room else part.source[: room - 1] + "…"
+    label = part.source if len(part.source) <= room else part.source[: room - 1] + "…"
     if room > 2:
       axes.text(
         (left + right) / 2,
         1.015,
-        shown,
+        label,
         transform=axes.get_xaxis_transform(),
         ha="center",
         va="bottom",

@@ -42,21 +42,21 @@ def bar(console: rich.console.Console) -> rich.progress.Progress:
 @contextlib.contextmanager
 def status(console: rich.console.Console, text: str) -> Iterator[None]:
   """Shows `text` while the body runs, with the number of programs it compiles."""
-  live, said, compiled = _is_live(console), time.monotonic(), 0
+  live, last_message, compiled = _is_live(console), time.monotonic(), 0
   spinner = console.status(text) if live else contextlib.nullcontext()
   if not live:
     console.print(f"{text} ...", highlight=False)
 
   def listen(event: str, *_: Any, **__: Any) -> None:
-    nonlocal said, compiled
+    nonlocal last_message, compiled
     if event != _COMPILED:
       return
     compiled += 1
     line = f"{text} ({compiled} {'program' if compiled == 1 else 'programs'} compiled)"
     if isinstance(spinner, rich.status.Status):
       spinner.update(line)
-    elif time.monotonic() - said > EVERY:
-      said = time.monotonic()
+    elif time.monotonic() - last_message > EVERY:
+      last_message = time.monotonic()
       console.print(f"{line} ...", highlight=False)
 
   jax.monitoring.register_event_duration_secs_listener(listen)
@@ -145,12 +145,12 @@ class _Lines(rich.progress.Progress):
     seconds_left = task.time_remaining
     figures = task.fields.get("figures", "")
     of_all = "" if task.total is None else f"/{task.total:.0f}"
-    said = [
+    parts = [
       f"{task.description} {task.completed:.0f}{of_all}",
       f"{seconds_left:.0f} s left" if seconds_left and not task.finished else "",
       figures,
     ]
-    line = ", ".join(part for part in said if part)
+    line = ", ".join(part for part in parts if part)
     self.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 

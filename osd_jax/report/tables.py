@@ -537,16 +537,16 @@ def print_table(table: Table, console: rich.console.Console, title: str = "") ->
   if title:
     console.print(f"\n{title}", highlight=False)
   for names in _parts(table, console.width):
-    shown = rich.table.Table(
+    grid = rich.table.Table(
       box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False
     )
     for name in names:
       justify = "left" if _is_text(table, name) else "right"
       least = min(_width(table, name), console.width // 2)
-      shown.add_column(name, justify=justify, width=least, overflow="fold")
+      grid.add_column(name, justify=justify, width=least, overflow="fold")
     for row in table:
-      shown.add_row(*(_cell(row[name]) for name in names))
-    console.print(shown)
+      grid.add_row(*(_cell(row[name]) for name in names))
+    console.print(grid)
 
 
 def _parts(table: Table, width: int) -> list[list[str]]:

@@ -107,11 +107,11 @@ class Checkpointer:
     """
     if self._writing is None:
       return
-    _, written = self._writing
-    concurrent.futures.wait([written])
+    _, is_written = self._writing
+    concurrent.futures.wait([is_written])
     # Cleared before the error is raised, so that it is raised only once.
     self._writing = None
-    written.result()
+    is_written.result()
 
   def steps(self) -> list[int]:
     """Complete steps on disk, oldest first. Waits for the step being written."""
@@ -140,8 +140,8 @@ class Checkpointer:
     if self._writing is None:
       newest = max(self.steps(), default=0)
     else:
-      newest, written = self._writing
-      if written.done() and written.exception() is not None:
+      newest, is_written = self._writing
+      if is_written.done() and is_written.exception() is not None:
         return True
     return finished - newest >= self._every
 
@@ -171,18 +171,18 @@ class Checkpointer:
       self._manager.delete(step)
     if step < latest:
       raise ValueError(f"checkpoint save: step {step} is older than the last, {latest}")
-    named = _named(tree)
+    leaves = _named(tree)
     # The rows that a step counts must be on disk before the step is.
     for log in self._logs:
       log.sync()
     facts = {
       # A copy, because the caller may change it while the step is written.
       "host": json.loads(json.dumps(host)),
-      "arrays": _described(named),
+      "arrays": _described(leaves),
       "log_rows": {log.path.name: log.rows for log in self._logs},
       "models": self._models,
     }
-    copied = _copied(named)
+    copied = _copied(leaves)
     self._writing = step, self._thread.submit(self._write, step, latest, copied, facts)
     del copied  # so that nothing but the thread holds it
     self._thread.submit(background.return_memory)
@@ -196,9 +196,9 @@ class Checkpointer:
     # Checksums are of the copy in memory, so they also detect errors of the write.
     payload = {**facts, "checksums": _checksums(arrays)}
     # Orbax refuses empty arrays; `_read_arrays` makes them from their shape.
-    stored = {name: leaf for name, leaf in arrays.items() if leaf.size}
+    non_empty = {name: leaf for name, leaf in arrays.items() if leaf.size}
     whole = self._args.Composite(
-      arrays=self._args.StandardSave(stored), host=self._args.JsonSave(payload)
+      arrays=self._args.StandardSave(non_empty), host=self._args.JsonSave(payload)
     )
     try:
       with _without_echoes():
@@ -241,9 +241,9 @@ class Checkpointer:
         args = self._args.Composite(host=self._args.JsonRestore())
         payload = self._manager.restore(step, args=args).host
         self._check_logs(payload["log_rows"])
-        wanted = like(payload["host"]) if callable(like) else like
-        self._check_fits(step, payload, wanted)
-        arrays = self._read_arrays(step, payload["checksums"], wanted)
+        shapes = like(payload["host"]) if callable(like) else like
+        self._check_fits(step, payload, shapes)
+        arrays = self._read_arrays(step, payload["checksums"], shapes)
       except _MisfitError:
         raise  # an error of the config, which must not set the step aside
       except Exception as error:  # orbax raises many types for unreadable files
@@ -279,19 +279,21 @@ class Checkpointer:
         f"checkpoint restore: step {step} in {self._directory} was written by another"
         " version of osd_jax. Continue with that version, or begin in a new directory."
       )
-    changed = [name for name, own in self._models.items() if saved.get(name) != own]
+    changed = [
+      name for name, weights in self._models.items() if saved.get(name) != weights
+    ]
     if changed:
       raise _MisfitError(
         f"checkpoint restore: {self._directory} was written with other weights of the"
         f" {' and the '.join(changed)}; its records and rows in flight do not fit"
         f" these. {OTHER_WEIGHTS}"
       )
-    given, found = _described(_named(like)), payload["arrays"]
+    expected, received = _described(_named(like)), payload["arrays"]
     faults = [
-      f"{name}: expected {given.get(name, 'nothing')}, found"
-      f" {found.get(name, 'nothing')}"
-      for name in sorted(given.keys() | found.keys())
-      if given.get(name) != found.get(name)
+      f"{name}: expected {expected.get(name, 'nothing')}, found"
+      f" {received.get(name, 'nothing')}"
+      for name in sorted(expected.keys() | received.keys())
+      if expected.get(name) != received.get(name)
     ]
     if faults:
       more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
@@ -304,19 +306,19 @@ class Checkpointer:
   def _read_arrays(
     self, step: int, checksums: Mapping[str, int | None], like: Any
   ) -> Any:
-    wanted = {name: _abstract(leaf) for name, leaf in _named(like).items()}
+    expected = {name: _abstract(leaf) for name, leaf in _named(like).items()}
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    stored = {
+    arrays = {
       name: leaf.update(sharding=leaf.sharding or one_device)
-      for name, leaf in wanted.items()
+      for name, leaf in expected.items()
       if leaf.size
     }
     with _without_echoes():
       restored = self._manager.restore(
-        step, args=self._args.Composite(arrays=self._args.StandardRestore(stored))
+        step, args=self._args.Composite(arrays=self._args.StandardRestore(arrays))
       ).arrays
     placed = []
-    for name, leaf in wanted.items():
+    for name, leaf in expected.items():
       array = restored[name] if leaf.size else np.zeros(leaf.shape, leaf.dtype)
       if checksums[name] is not None and _checksum(array) != checksums[name]:
         raise base.InputError(f"checksum of {name} differs from the one saved")
@@ -355,14 +357,14 @@ def fingerprint(models: Any) -> int:
   """
   # A few numbers per array are enough to detect another training, and take no time.
   # Those of a matrix are on its diagonal: a mesh keeps some kernels transposed.
-  found = 0
+  total = 0
   for name, leaf in _named(models).items():
     if _is_whole(leaf):
       part = np.asarray(leaf[:8] if leaf.ndim else leaf)
       data = (np.diagonal(part) if leaf.ndim == 2 else part).tobytes()
       # The names are included, so that equal arrays in other places differ.
-      found = zlib.crc32(data, zlib.crc32(name.encode(), found))
-  return found
+      total = zlib.crc32(data, zlib.crc32(name.encode(), total))
+  return total
 
 
 # --- Arrays by name -------------------------------------------------------------------
@@ -370,7 +372,7 @@ def fingerprint(models: Any) -> int:
 
 def _named(tree: Any) -> dict[str, Any]:
   """Arrays by dotted path, in the order of `jax.tree.leaves`."""
-  found = {}
+  leaves = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     # A Python number would be restored as an array, and 64 bits as 32: a resumed run
@@ -379,13 +381,13 @@ def _named(tree: Any) -> dict[str, Any]:
     is_kept = dtype is not None and not jax.dtypes.issubdtype(
       dtype, jax.dtypes.extended
     )
-    if not is_kept or jax.dtypes.canonicalize_dtype(dtype) != dtype or name in found:
+    if not is_kept or jax.dtypes.canonicalize_dtype(dtype) != dtype or name in leaves:
       raise ValueError(
         f"checkpoint: {name} is {dtype or type(leaf).__name__}, expected an array of a"
         " dtype that jax keeps, with a path of its own."
       )
-    found[name] = leaf
-  return found
+    leaves[name] = leaf
+  return leaves
 
 
 def _copied(arrays: Mapping[str, Any]) -> dict[str, Any]:

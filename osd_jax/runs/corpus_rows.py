@@ -88,11 +88,11 @@ class CorpusRows:
 
 def _check_same(about: Path, made_from: Mapping[str, Any]) -> None:
   try:
-    known = json.loads(about.read_text(encoding="utf-8"))
+    old = json.loads(about.read_text(encoding="utf-8"))
   except (OSError, ValueError) as error:
     raise _unreadable(about, error, "remove its folder, and all rows") from error
-  names = {**known, **made_from}
-  other = [name for name in names if known.get(name) != made_from.get(name)]
+  names = {**old, **made_from}
+  other = [name for name in names if old.get(name) != made_from.get(name)]
   if other:
     raise base.InputError(
       f"corpus folder {about.parent}: its rows were made with another"

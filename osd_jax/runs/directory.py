@@ -260,14 +260,14 @@ class RunDirectory:
   def _check_config(self, config: Any) -> None:
     different = differences(self.config(), described(config))
     if different:
-      shown = [
-        f"{_owner(config)}{name}: stored {stored!r}, given {now!r}"
-        for name, stored, now in different[:5]
+      lines = [
+        f"{_owner(config)}{name}: stored {before!r}, given {now!r}"
+        for name, before, now in different[:5]
       ]
       more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
       raise base.InputError(
         f"run directory: {self.path} holds a run with other settings: "
-        + "; ".join(shown)
+        + "; ".join(lines)
         + f"{more}. Use the same settings, choose a new directory, or set"
         f" {_owner(config)}overwrite = True to remove that run and begin again."
       )

@@ -63,16 +63,16 @@ def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
       log.truncate(0)
       programs = programs_lib.programs(plan)
       task = bar.add_task("compile", total=len(programs), figures="")
-      made = {}
+      programs_by_name = {}
       for name, program in programs.items():
         bar.update(task, description=name)
         try:
-          made[name] = programs_lib.compiled(plan, program)
-          log.write(tool_rows.Program(program=name, **vars(made[name])))
+          programs_by_name[name] = programs_lib.compiled(plan, program)
+          log.write(tool_rows.Program(program=name, **vars(programs_by_name[name])))
         except programs_lib.RefusedError as error:
           log.write(tool_rows.Refused(program=name, text=f"{name} {error}"))
         bar.advance(task)
-      for row in estimates.conclusions(plan, made):
+      for row in estimates.conclusions(plan, programs_by_name):
         log.write(row)
     return certificate.Certificate(), ""
 

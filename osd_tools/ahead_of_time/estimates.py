@@ -40,13 +40,13 @@ def conclusions(
   plan: Plan, made: Mapping[str, Made], answers: Answers = ANSWERS
 ) -> list[rows_lib.Row]:
   """Returns rows on memory and on estimated speed."""
-  held = plan.memory()
+  memory = plan.memory()
   # Programs run one after another, so only the largest temporaries count.
   largest = max((program.temporaries_gb for program in made.values()), default=0.0)
-  held["temporaries"] = largest
+  memory["temporaries"] = largest
   limit = plan.topology.chip.memory / 1e9
-  total = sum(held.values())
-  setting = advice(plan, held)
+  total = sum(memory.values())
+  setting = advice(plan, memory)
   text = f"It needs {total:.2f} GB of a chip's {limit:.0f} GB."
   if setting:
     text = (
@@ -54,7 +54,7 @@ def conclusions(
       f" {setting}."
     )
   return [
-    *(tool_rows.Memory(what=name, gigabytes_a_chip=gb) for name, gb in held.items()),
+    *(tool_rows.Memory(what=name, gigabytes_a_chip=gb) for name, gb in memory.items()),
     tool_rows.Fits(needed_gb=total, memory_gb=limit, advice=setting, text=text),
     *(tool_rows.Estimate(**row) for row in estimates(plan, made, answers)),
     rows_lib.Note(text=_NOTE),
@@ -80,8 +80,10 @@ def advice(plan: Plan, held: Mapping[str, float]) -> str:
     "replay buffer": "BufferConfig.capacity, BufferConfig.keep_target_states",
     "temporaries": "DecodingConfig.rows, UpdateConfig.num_new or num_replay",
   }
-  named = settings.get(largest, 'OptimizerConfig.name = "adafactor", which stores less')
-  return f"smaller: {named}"
+  setting = settings.get(
+    largest, 'OptimizerConfig.name = "adafactor", which stores less'
+  )
+  return f"smaller: {setting}"
 
 
 def estimates(

@@ -82,8 +82,8 @@ class Plan:
       self.draft_params = _loaded(self.draft, shardings)
       self.frozen = None
       if is_attached:
-        taken = functools.partial(attached.frozen_of, target, serving=serving)
-        self.frozen = _result(taken, self.target_params)
+        frozen_of = functools.partial(attached.frozen_of, target, serving=serving)
+        self.frozen = _result(frozen_of, self.target_params)
       whole = self.draft.join(self.draft_params, self.frozen)
       self.served = steps.Served(
         _result(self.target.prepare, self.target_params),
@@ -95,7 +95,7 @@ class Plan:
 
   def memory(self) -> dict[str, float]:
     """Returns gigabytes per chip by purpose, without temporaries."""
-    held = {
+    sizes = {
       "target, as loaded": self.target_params,
       "target, copies for steps": _copies(self.target.prepare, self.target_params),
       "draft, as loaded": (self.draft_params, self.frozen and self.frozen["head"]),
@@ -103,9 +103,9 @@ class Plan:
       "caches and rows": self.state,
     }
     if self.run.learn:
-      held["optimiser and average"] = self.learner.replace(params=None)
-      held["replay buffer"] = self.buffer
-    return {name: bytes_of(tree) / 1e9 for name, tree in held.items()}
+      sizes["optimiser and average"] = self.learner.replace(params=None)
+      sizes["replay buffer"] = self.buffer
+    return {name: bytes_of(tree) / 1e9 for name, tree in sizes.items()}
 
   def _state(self, spec: DecodeSpec, served: steps.Served) -> Any:
     bucket = self.run.decoding.source_lengths[-1]
@@ -127,8 +127,8 @@ class Plan:
 
     def place(path, leaf):  # moments and averages are sharded like their parameter
       name = jax.tree_util.keystr(path)
-      found = [at for end, at in places.items() if name.endswith(end)]
-      return _at(leaf, found[0] if found else everywhere)
+      places_found = [at for end, at in places.items() if name.endswith(end)]
+      return _at(leaf, places_found[0] if places_found else everywhere)
 
     learner = jax.tree_util.tree_map_with_path(place, state)
     width = self.draft.state_width if config.buffer.keep_target_states else 0
@@ -240,18 +240,18 @@ def _result(function: Callable[..., Any], *arguments: Any) -> Any:
     InputError: arguments and result do not fit into the memory of a chip.
   """
   shapes = jax.eval_shape(function, *arguments)
-  given = jax.tree.leaves(arguments)[0].sharding
-  if len(given.device_set) == 1:  # a single device
-    return jax.tree.map(lambda leaf: _at(leaf, given), shapes)
+  sharding = jax.tree.leaves(arguments)[0].sharding
+  if len(sharding.device_set) == 1:  # a single device
+    return jax.tree.map(lambda leaf: _at(leaf, sharding), shapes)
   try:
     # Only XLA knows how it shards a result, so the function is compiled for it.
     places = jax.jit(function).lower(*arguments).compile().output_shardings
   except jax.errors.JaxRuntimeError as error:
-    said = str(error).splitlines()[0]
-    if "RESOURCE_EXHAUSTED" not in said:
+    message = str(error).splitlines()[0]
+    if "RESOURCE_EXHAUSTED" not in message:
       raise
     raise base.InputError(
-      f"compile: the weights do not fit ({said.partition(': ')[2]}) Raise"
+      f"compile: the weights do not fit ({message.partition(': ')[2]}) Raise"
       " PartitionConfig.model, or choose a chip with more memory."
     ) from None
   return jax.tree.map(_at, shapes, places)
@@ -260,12 +260,12 @@ def _result(function: Callable[..., Any], *arguments: Any) -> Any:
 def _copies(prepare: Callable[..., Any], params: base.Params) -> list[Any]:
   """Returns the arrays of a served copy that are not the parameters themselves."""
   with native.portable():
-    made = _result(prepare, params)
+    result = _result(prepare, params)
     jaxpr = jax.make_jaxpr(prepare)(params).jaxpr
-  given = set(jaxpr.invars)
-  leaves = zip(jax.tree.leaves(made), jaxpr.outvars, strict=True)
+  inputs = set(jaxpr.invars)
+  leaves = zip(jax.tree.leaves(result), jaxpr.outvars, strict=True)
   # An output variable that is also an input needs no memory of its own.
-  return [leaf for leaf, out in leaves if out not in given]
+  return [leaf for leaf, out in leaves if out not in inputs]
 
 
 def bytes_of(tree: Any) -> int:

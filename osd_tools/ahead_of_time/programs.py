@@ -100,32 +100,32 @@ def compiled(plan: Plan, program: Lowering) -> Made:
       raise RefusedError(_reason(error)) from None
     seconds = time.perf_counter() - started
   # Greedy rows take the false branch of each cond.
-  counted = hlo.HloProgram(made.as_text(), branch=0)
+  counts = hlo.HloProgram(made.as_text(), branch=0)
   memory, costs = made.memory_analysis(), made.cost_analysis() or {}
-  within = counted.count(program.depth)
-  collectives = [x for x in counted.of(*hlo.COLLECTIVES) if x.depth >= program.depth]
-  moved = sum(x.bytes for x in collectives)
+  within = counts.count(program.depth)
+  collectives = [x for x in counts.of(*hlo.COLLECTIVES) if x.depth >= program.depth]
+  bytes_moved = sum(x.bytes for x in collectives)
   read = memory.argument_size_in_bytes
   kernels = sum(within[name] for name in KERNELS)
-  cycles = sum(x.cycles for x in counted.operations if x.depth == program.depth)
+  cycles = sum(x.cycles for x in counts.operations if x.depth == program.depth)
   least = None
   # Rounds have no bound: the number of their iterations is not known.
   if not program.depth:
     chip, flops = plan.topology.chip, hlo.product_flops(traced.jaxpr) / program.chips
     # Arguments of which only a few rows are touched are not read from memory.
     read_whole = read - bytes_of(program.untouched)
-    least = chip.least_seconds(read_whole, flops, moved, kernels) * 1e3
+    least = chip.least_seconds(read_whole, flops, bytes_moved, kernels) * 1e3
   accessed = costs.get("bytes accessed")
   return Made(
     compile_s=seconds,
     kernels=kernels,
     inner_loops=within["while"],
     copies=within["copy"],
-    sorts=sum(x.depth >= program.depth for x in counted.of("sort")),
+    sorts=sum(x.depth >= program.depth for x in counts.of("sort")),
     collectives=sum(x.depth == program.depth for x in collectives),
     inner_collectives=sum(x.depth > program.depth for x in collectives),
-    moved_mb=moved / 1e6,
-    foreign_calls=counted.foreign_calls,
+    moved_mb=bytes_moved / 1e6,
+    foreign_calls=counts.foreign_calls,
     arguments_gb=read / 1e9,
     temporaries_gb=memory.temp_size_in_bytes / 1e9,
     in_place_gb=memory.alias_size_in_bytes / 1e9,
@@ -137,11 +137,11 @@ def compiled(plan: Plan, program: Lowering) -> Made:
 
 def _reason(error: Exception) -> str:
   """What a compiler's error says, without the program that it quotes."""
-  said = str(error).splitlines()[0].partition(", metadata=")[0]
-  kind, _, text = said.partition(": ")
+  message = str(error).splitlines()[0].partition(", metadata=")[0]
+  kind, _, text = message.partition(": ")
   if kind == "RESOURCE_EXHAUSTED":
     return f"does not fit, according to the compiler: {text}"
-  return f"is refused by the compiler, which says: {said}"
+  return f"is refused by the compiler, which says: {message}"
 
 
 def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
@@ -196,11 +196,11 @@ def _put(plan: Plan) -> Any:
 
 def _rows(spec: DecodeSpec, plan: Plan, prompts: PromptBatch) -> Any:
   """Shapes and shardings of prefilled rows."""
-  found = jax.eval_shape(functools.partial(steps.prefill, spec), plan.served, prompts)
+  rows = jax.eval_shape(functools.partial(steps.prefill, spec), plan.served, prompts)
   return jax.tree.map(
     lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    found,
-    spec.shardings(found),
+    rows,
+    spec.shardings(rows),
   )
 
 

@@ -45,8 +45,8 @@ def config_from(config: Mapping[str, Any]) -> ModelConfig:
   config = _without_nulls(config)
   if config.get("model_type") == "gemma3":  # one that also reads images
     whole = ("eos_token_id", "tie_word_embeddings")
-    own = {field: config[field] for field in whole if field in config}
-    config = {**config.get("text_config", {}), **own, "model_type": "gemma3_text"}
+    fields = {field: config[field] for field in whole if field in config}
+    config = {**config.get("text_config", {}), **fields, "model_type": "gemma3_text"}
   kinds = {kind: family for family in _FAMILIES.values() for kind in family.MODEL_TYPES}
   kind = config.get("model_type")
   says = "other architectures cannot be converted"

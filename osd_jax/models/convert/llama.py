@@ -124,9 +124,9 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
         f"convert: config.json: field {field}: received {config[field]!r}, {what};"
         f" expected nothing; {_SAYS}."
       )
-  own = {ours: required(config, theirs) for ours, theirs in _FIELDS.items()}
+  fields = {ours: required(config, theirs) for ours, theirs in _FIELDS.items()}
   # Older files state no head_dim.
-  own["head_dim"] = config.get("head_dim") or own["width"] // own["num_heads"]
+  fields["head_dim"] = config.get("head_dim") or fields["width"] // fields["num_heads"]
   # The name in files of the first Llama, which EAGLE's still use.
   limit = config.get("max_sequence_length")
   if limit is None or "max_position_embeddings" in config:
@@ -136,7 +136,7 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
   bias = config.get("attention_bias", False) if kind != "mistral" else False
   return LlamaConfig(
     **{
-      "num_kv_heads": config.get("num_key_value_heads") or own["num_heads"],
+      "num_kv_heads": config.get("num_key_value_heads") or fields["num_heads"],
       "tied_head": bool(config.get("tie_word_embeddings", TIED_BY_DEFAULT)),
       "norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
       "attention_bias": bias,
@@ -144,10 +144,10 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
       "max_positions": limit,
       "eos_ids": _eos_ids(config),
       "windows": _windows(config),
-      **own,
+      **fields,
       **_rope(config),
       **_FEATURES[kind],
-      **(_gemma(config, own["head_dim"]) if is_gemma else {}),
+      **(_gemma(config, fields["head_dim"]) if is_gemma else {}),
     }
   )
 

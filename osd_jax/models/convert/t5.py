@@ -92,10 +92,10 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
   is_mt5 = config["model_type"] == "mt5"
   activation = config.get("feed_forward_proj", "gated-gelu" if is_mt5 else "relu")
   check_field(_SAYS, "feed_forward_proj", activation, tuple(_ACTIVATIONS))
-  own = {ours: required(config, theirs) for ours, theirs in _FIELDS.items()}
+  fields = {ours: required(config, theirs) for ours, theirs in _FIELDS.items()}
   num_decoder_layers = config.get("num_decoder_layers")  # null means num_layers
   if num_decoder_layers is None:
-    num_decoder_layers = own["num_encoder_layers"]
+    num_decoder_layers = fields["num_encoder_layers"]
   scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings"))
   return T5Config(
     num_decoder_layers=num_decoder_layers,
@@ -103,7 +103,7 @@ def config_from(config: Mapping[str, Any]) -> T5Config:
     tied_head=scaled is not False and not is_mt5,  # no mT5 scales
     relative_buckets=config.get(_BUCKETS, 32),
     relative_max_distance=config.get(_MAX_DISTANCE, 128),
-    **own,
+    **fields,
   )
 
 

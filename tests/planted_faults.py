@@ -220,8 +220,8 @@ FAULTS = [
   ),
   Fault(
     "the bonus token after the proposed length is drawn from a residual",
-    "  return jnp.where(row < proposal.lengths[:, None], found, 0.0)",
-    "  return found",
+    "  return jnp.where(row < proposal.lengths[:, None], row_probs, 0.0)",
+    "  return row_probs",
     DRAFTERS,
   ),
   Fault(
@@ -262,8 +262,8 @@ FAULTS = [
   ),
   Fault(
     "a text is kept with more than probability 1",
-    "jnp.minimum(kept[-1] * target, draft)",
-    "kept[-1] * target",
+    "jnp.minimum(probs[-1] * target, draft)",
+    "probs[-1] * target",
     BLOCK,
   ),
   Fault(
@@ -287,7 +287,7 @@ FAULTS = [
   # Records and learning.
   Fault(
     "chosen blocks are left unsorted, so ties keep later entries",
-    "  chosen = jnp.sort(chosen, axis=-1)\n",
+    "  blocks_of_top = jnp.sort(blocks_of_top, axis=-1)\n",
     "",
     RECORDS,
   ),
@@ -336,13 +336,13 @@ FAULTS = [
   # Catching up.
   Fault(
     "catching up waits for stopped rows",
-    "return jnp.any(running & (cache.length < wanted))",
-    "return jnp.any(cache.length < wanted)",
+    "return jnp.any(running & (cache.length < target_length))",
+    "return jnp.any(cache.length < target_length)",
     DRAFTING,
   ),
   Fault(
     "the last chunk counts in full",
-    "end = jnp.minimum(cache.length + CHUNK, wanted)",
+    "end = jnp.minimum(cache.length + CHUNK, target_length)",
     "end = cache.length + CHUNK",
     DRAFTING,
   ),
@@ -354,8 +354,8 @@ FAULTS = [
   ),
   Fault(
     "rows that lag less are fed past their text",
-    "end = jnp.minimum(cache.length + CHUNK, wanted)",
-    "end = jnp.minimum(cache.length + CHUNK, jnp.max(wanted))",
+    "end = jnp.minimum(cache.length + CHUNK, target_length)",
+    "end = jnp.minimum(cache.length + CHUNK, jnp.max(target_length))",
     DRAFTING,
   ),
   # Drafts that read the states of tokens.
@@ -765,8 +765,8 @@ FAULTS = [
   ),
   Fault(
     "the cache proposes under the distribution of the learned draft",
-    "return jnp.where(by_cache[..., None], one_hot, logits), state",
-    "return logits, state",
+    "logits = jnp.where(by_cache[..., None], one_hot, logits)",
+    "pass",
     f"{MIXED} -k takes_over",
   ),
   Fault(
@@ -777,14 +777,14 @@ FAULTS = [
   ),
   Fault(
     "a sampled draft is scored by its most likely token",
-    "learned = jnp.where(drawn >= 0, drawn_right, stand_in)",
+    "learned = jnp.where(draws >= 0, drawn_right, stand_in)",
     "learned = top",
     f"{MIXED} -k are_accepted",
   ),
   Fault(
     "verification of too few tokens",
-    "(smallest == index, found, cache),",
-    "(smallest == index + 1, found, cache),",
+    "(smallest == index, judgement, cache),",
+    "(smallest == index + 1, judgement, cache),",
     f"{MIXED} -k smallest_width",
   ),
   Fault(
@@ -911,8 +911,8 @@ FAULTS = [
   ),
   Fault(
     "a draft that has rested does not read what it missed",
-    "      fed = jnp.minimum(fed, state.draft.length)\n",
-    "      pass\n",
+    "    fed_length = jnp.minimum(state.length, state.draft.length)\n",
+    "    fed_length = state.length\n",
     "tests/engine/test_families.py -k after_pauses",
   ),
   # osd serve.

@@ -323,8 +323,8 @@ FAULTS = [
   ),
   Fault(
     "positions outside the mask are learnt",
-    "chosen = batch.mask & (batch.weight > 0)[:, None]",
-    "chosen = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
+    "is_read = batch.mask & (batch.weight > 0)[:, None]",
+    "is_read = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
     "tests/distillation/test_losses.py",
   ),
   Fault(
@@ -589,8 +589,8 @@ FAULTS = [
   ),
   Fault(
     "a checkpoint does not wait until all answers are processed",
-    "    self._rows += self._calls.wait()\n    # The rows in flight",
-    "    # The rows in flight",
+    "      self._rows += self._calls.wait()\n      # The rows in flight",
+    "      # The rows in flight",
     ONLINE,
   ),
   # Decoder-only models.

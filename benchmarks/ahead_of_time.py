@@ -21,7 +21,7 @@ import measure
 
 from osd_jax import base, online, pairs, sharding
 from osd_jax.data import examples, streams
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_tools import chips
 from osd_tools.ahead_of_time import estimates, plan, programs
 
@@ -53,7 +53,7 @@ def config(target: str, model: int, rows: int, drafted: int) -> online.OnlineCon
   return online.OnlineConfig(
     stream,
     pairs.PairConfig(target=target, draft=draft, dtype="bfloat16"),
-    engine.DecodingConfig(
+    DecodingConfig(
       rows=rows,
       num_draft_tokens=drafted,
       source_lengths=(512,),

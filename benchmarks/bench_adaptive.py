@@ -18,6 +18,7 @@ import numpy as np
 import scripting
 
 from osd_jax.engine import engine
+from osd_jax.engine.requests import AdaptiveConfig
 
 ASKED = ">= 0.97"  # over plain decoding at the smallest alpha, else over the best K
 PLAIN, ADAPTIVE = "plain", "adaptive"
@@ -89,7 +90,7 @@ class Bench:
 
   def _adaptive(self) -> engine.Engine:
     """Returns a new decoder that knows its costs but has seen no acceptance."""
-    policy = engine.AdaptiveConfig(candidates=tuple(self._args.candidates))
+    policy = AdaptiveConfig(candidates=tuple(self._args.candidates))
     decoder = engine.Engine(
       dataclasses.replace(self._config, adaptive=policy),
       *self._target,

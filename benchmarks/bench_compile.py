@@ -30,6 +30,7 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.engine import engine, steps
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 from osd_jax.models import families
 
 CALLS = ("prepare", "empty", "insert", "advance", "read_row")
@@ -95,19 +96,19 @@ def cheap_model(name: str, seed: int = 0) -> tuple[base.Model, base.Params]:
   return model, jax.block_until_ready(params)
 
 
-def first_token(config: engine.DecodingConfig, *pair) -> tuple[float, dict[str, float]]:
+def first_token(config: DecodingConfig, *pair) -> tuple[float, dict[str, float]]:
   """Returns the seconds from loaded weights to the first token, in all and by call."""
   prompt = contenders.prompts(1, config.source_lengths[-1], pair[0].vocab_size)[0]
   with Stopwatch() as watch:
     started = time.perf_counter()
     decoder = engine.Engine(config, *pair)
-    (answer,) = decoder.run([engine.Request(prompt, max_new_tokens=1)])
+    (answer,) = decoder.run([Request(prompt, max_new_tokens=1)])
     seconds = time.perf_counter() - started
   assert len(answer.tokens) == 1
   return seconds, watch.seconds
 
 
-def compiled_later(config: engine.DecodingConfig, pair, other: base.Params) -> int:
+def compiled_later(config: DecodingConfig, pair, other: base.Params) -> int:
   """Counts compilations after warm-up, over varied requests and drafts."""
   decoder = engine.Engine(config, *pair)
   decoder.warm_up()
@@ -115,7 +116,7 @@ def compiled_later(config: engine.DecodingConfig, pair, other: base.Params) -> i
   prompts = contenders.prompts(8, source, pair[0].vocab_size)
   with Compilations() as compilations:
     for index, prompt in enumerate(prompts):
-      sampling = engine.SamplingConfig(
+      sampling = SamplingConfig(
         temperature=(0.0, 0.5, 1.0)[index % 3],
         top_k=(0, 20)[index % 2],
         top_p=(1.0, 0.9)[index % 2],
@@ -123,7 +124,7 @@ def compiled_later(config: engine.DecodingConfig, pair, other: base.Params) -> i
       )
       length = 1 + (5 * index) % min(target, 12)
       cut = prompt[: max(2, source - 7 * index)]
-      decoder.submit(engine.Request(cut, sampling, max_new_tokens=length))
+      decoder.submit(Request(cut, sampling, max_new_tokens=length))
       decoder.step()
       decoder.swap((other, pair[3])[index % 2], index)
     while decoder.in_flight:
@@ -137,7 +138,7 @@ def child(args: argparse.Namespace) -> dict[str, float]:
   started = time.perf_counter()
   pair = (*cheap_model(args.target), *cheap_model(args.draft))
   values["making the weights, s"] = time.perf_counter() - started
-  config = engine.DecodingConfig(
+  config = DecodingConfig(
     num_draft_tokens=args.drafted,
     source_lengths=(args.source,),
     target_length=args.length,

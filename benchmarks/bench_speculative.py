@@ -27,6 +27,7 @@ import scripting
 
 from osd_jax import native
 from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import shapes
 
 ASKED = {
@@ -104,7 +105,7 @@ class Bench:
       model, assistant, self.sources, self.args.length, drafted, RIVAL_ALPHA
     )
 
-  def _decoding(self, drafted: int) -> engine.DecodingConfig:
+  def _decoding(self, drafted: int) -> DecodingConfig:
     return contenders.decoding(1, self.args.source, self.args.length, drafted)
 
 

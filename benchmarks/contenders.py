@@ -11,6 +11,7 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig, Finished, Request
 from osd_jax.models import families, shapes
 from osd_jax.models.families import ModelConfig
 from osd_tools import sizes
@@ -185,20 +186,18 @@ class Ours:
   def __init__(self, decoder: engine.Engine, sources: np.ndarray):
     """Answers all `sources` [N, S] at each call."""
     self._decoder = decoder
-    self._requests = [engine.Request(tokens=source) for source in sources]
+    self._requests = [Request(tokens=source) for source in sources]
     self.tokens = len(sources) * decoder.config.target_length
 
-  def __call__(self) -> list[engine.Finished]:
+  def __call__(self) -> list[Finished]:
     answers = self._decoder.run(self._requests)
     assert sum(len(answer.tokens) for answer in answers) == self.tokens
     return answers
 
 
-def decoding(
-  rows: int, source: int, target: int, drafted: int
-) -> engine.DecodingConfig:
+def decoding(rows: int, source: int, target: int, drafted: int) -> DecodingConfig:
   """Returns a decoding config without records."""
-  return engine.DecodingConfig(
+  return DecodingConfig(
     rows=rows,
     num_draft_tokens=drafted,
     source_lengths=(source,),

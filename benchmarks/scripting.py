@@ -16,18 +16,19 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig, Finished, Request
 
 ATTEMPTS = 32  # each attempt removes at least one difference
 
 
 def continuations(decoder: engine.Engine, sources: np.ndarray) -> np.ndarray:
   """Returns the tokens [N, T] that a decoder emits for full-length sources [N, S]."""
-  answers = decoder.run([engine.Request(tokens=source) for source in sources])
+  answers = decoder.run([Request(tokens=source) for source in sources])
   return np.stack([answer.tokens for answer in answers])
 
 
 def speculative(
-  config: engine.DecodingConfig,
+  config: DecodingConfig,
   target: tuple[base.Model, base.Params],
   draft: tuple[base.Model, base.Params],
   sources: np.ndarray,
@@ -86,16 +87,14 @@ class FirstTokens:
   def __init__(self, decoder: engine.Engine, sources: np.ndarray):
     """Answers all `sources` [N, S] at each call."""
     self._decoder = decoder
-    self._requests = [
-      engine.Request(tokens=source, max_new_tokens=1) for source in sources
-    ]
+    self._requests = [Request(tokens=source, max_new_tokens=1) for source in sources]
     self.tokens = len(sources)
 
-  def __call__(self) -> list[engine.Finished]:
+  def __call__(self) -> list[Finished]:
     return self._decoder.run(self._requests)
 
 
-def rounds(found: Sequence[engine.Finished], rows: int) -> int:
+def rounds(found: Sequence[Finished], rows: int) -> int:
   """Returns the number of rounds that a batch of B rows ran for all requests.
 
   A free row takes the next request; at the end some rows stay empty.
@@ -112,7 +111,7 @@ def rounds(found: Sequence[engine.Finished], rows: int) -> int:
 
 def round_ms(
   times: Mapping[str, measure.Times],
-  found: Mapping[str, Sequence[engine.Finished]],
+  found: Mapping[str, Sequence[Finished]],
   whole: str,
   first: str,
   rows: int,
@@ -134,13 +133,13 @@ def round_ms(
   return spent / (rounds(found[whole], rows) - rounds(found[first], rows))
 
 
-def draft_acceptance(found: Sequence[engine.Finished]) -> float:
+def draft_acceptance(found: Sequence[Finished]) -> float:
   """Returns accepted / drafted tokens."""
   return sum(answer.accepted for answer in found) / sum(
     answer.drafted for answer in found
   )
 
 
-def answers(competitors: Mapping[str, Any]) -> dict[str, list[engine.Finished]]:
+def answers(competitors: Mapping[str, Any]) -> dict[str, list[Finished]]:
   """Returns the answers of every system; this also compiles the systems."""
   return {name: serve() for name, serve in competitors.items()}

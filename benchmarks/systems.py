@@ -13,7 +13,7 @@ import numpy as np
 
 from osd_jax import base, online, pairs, runs, sharding
 from osd_jax.data import streams
-from osd_jax.engine import engine
+from osd_jax.engine.requests import Finished, Request
 from osd_jax.engine.server import Server
 
 
@@ -24,7 +24,7 @@ class Frozen:
     self,
     pair: pairs.Pair,
     config: online.OnlineConfig,
-    requests: Sequence[engine.Request],
+    requests: Sequence[Request],
   ):
     """Creates the server and compiles its calls.
 
@@ -36,7 +36,7 @@ class Frozen:
     unrecorded = dataclasses.replace(config.decoding, record_top_k=0)
     self._server = Server(pair, unrecorded, partition=config.partition)
     self._requests = requests
-    self._answers: list[engine.Finished] = []
+    self._answers: list[Finished] = []
     self._server.warm_up()
 
   def serve(self, start: int, stop: int) -> None:
@@ -44,7 +44,7 @@ class Frozen:
     self._answers += self._server.run(self._requests[start:stop])
 
   @property
-  def answers(self) -> Sequence[engine.Finished]:
+  def answers(self) -> Sequence[Finished]:
     """The answers so far, in the order of the requests."""
     return self._answers
 
@@ -154,11 +154,11 @@ def rehearse(pair: pairs.Pair, config: online.OnlineConfig) -> None:
     system.close()
 
 
-def requests_of(config: online.OnlineConfig, pair: pairs.Pair) -> list[engine.Request]:
+def requests_of(config: online.OnlineConfig, pair: pairs.Pair) -> list[Request]:
   """Returns all requests of a run's stream."""
   stream = streams.QueryStream(config.stream, pair.vocabulary)
   return [
-    engine.Request(stream[place].tokens, config.sampling.of_request(place))
+    Request(stream[place].tokens, config.sampling.of_request(place))
     for place in range(len(stream))
   ]
 

@@ -210,9 +210,12 @@ def from_json(value: Any, kind: Any) -> Any:
   if origin is Annotated:
     return from_json(value, inner[0])
   if origin in (typing.Union, types.UnionType):
-    restored = (from_json(value, part) for part in inner)
-    fitting = (x for x, part in zip(restored, inner) if is_of_type(x, part))
-    return next(fitting, value)
+    for part in inner:
+      with contextlib.suppress(TypeError):  # the fields of another part
+        restored = from_json(value, part)
+        if is_of_type(restored, part):
+          return restored
+    return value
   if origin is tuple and isinstance(value, list | tuple):
     kinds = _entry_types(inner, len(value))
     fits = len(kinds) == len(value)
@@ -348,6 +351,20 @@ class StopReason(enum.IntEnum):
       StopReason.NOT_FINITE: "the target's logits were not finite; check its weights",
       StopReason.REFUSED: "the prompt is invalid, and was not decoded",
     }[self]
+
+
+class Draft(typing.NamedTuple):
+  """A draft that a server can serve from its next call on.
+
+  Attributes:
+    params: trained parameters.
+    version: number that answers report as `draft_version`.
+    shortlist: [N] int32, the tokens that its output head covers; None: all.
+  """
+
+  params: Params
+  version: int = 0
+  shortlist: Any = None
 
 
 class Layout(enum.Enum):

@@ -216,10 +216,10 @@ class Certifier:
     return Certificate(self.check, outputs=1, broken=1)
 
   def _by_equality(self, place: int, plain: Finished, fast: Finished) -> Certificate:
-    found = Certificate(self.check, outputs=1, tokens=len(fast.tokens))
+    verdict = Certificate(self.check, outputs=1, tokens=len(fast.tokens))
     at = first_difference(plain.tokens, fast.tokens)
     if at is None:
-      return dataclasses.replace(found, equal=1)
+      return dataclasses.replace(verdict, equal=1)
     expected, emitted = (
       int(done.tokens[at]) if at < len(done.tokens) else None for done in (plain, fast)
     )
@@ -228,8 +228,8 @@ class Certifier:
     a, b = (-np.inf if t is None else float(scores[t]) for t in (expected, emitted))
     difference = Difference(place, at, expected, emitted, a, b, near(a, b))
     if difference.passes:
-      return dataclasses.replace(found, near_ties=1)
-    return dataclasses.replace(found, failures=(difference,))
+      return dataclasses.replace(verdict, near_ties=1)
+    return dataclasses.replace(verdict, failures=(difference,))
 
   def _scores_in_float64(self, done: Finished, at: int) -> np.ndarray:
     with jax.enable_x64(True):
@@ -312,12 +312,14 @@ def penalized(
   penalty = float(settings.repetition_penalty[0])
   if penalty == 1:
     return logits
-  logits, seen = logits.copy(), set(text)
+  logits, tokens = logits.copy(), set(text)
   for row, token in zip(logits, emitted):
-    places = sorted(seen)
-    held = row[places]
-    row[places] = np.where(held > 0, held / penalty, held * penalty)
-    seen.add(int(token))
+    places = sorted(tokens)
+    logits_of_text = row[places]
+    row[places] = np.where(
+      logits_of_text > 0, logits_of_text / penalty, logits_of_text * penalty
+    )
+    tokens.add(int(token))
   return logits
 
 
@@ -340,7 +342,7 @@ def scores(
   if temperature == 0:
     return logits
   scaled = logits / temperature
-  kept = _inside(scaled, settings, tolerance)
+  is_inside = _inside(scaled, settings, tolerance)
   key = sampling.row_keys(
     jnp.asarray(settings.seed),
     jnp.full((1, 1), position, jnp.int32),
@@ -348,7 +350,7 @@ def scores(
   )[0, 0]
   # Decoding draws float32 noise; float64 noise would be a different draw.
   noise = np.asarray(jax.random.gumbel(key, logits.shape, jnp.float32), np.float64)
-  return np.where(kept, scaled + noise, -np.inf)
+  return np.where(is_inside, scaled + noise, -np.inf)
 
 
 def _inside(

@@ -15,6 +15,7 @@ import numpy as np
 import rich.console
 
 from osd_jax import base, certificate, corpus, metrics, pairs, runs, session, sharding
+from osd_jax.costs.table import predicted_speed_up
 from osd_jax.data.batches import BatchConfig, EncodedExample, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.engine import agreement, generation_config, measurement
@@ -263,16 +264,18 @@ class Bench:
     for row in range(config.rows):
       tokens = self.prompts[row % len(self.prompts)].tokens
       source[row, : len(tokens)] = tokens
-    models = pair.target, pair.target_params, pair.draft, pair.draft_params
-    found = measurement.measure_steps(config, models, source)
-    c, v, drafted = found["cost_ratio"], found["verify_ratio"], config.num_draft_tokens
-    predicted = metrics.predicted_speed_up
+    single = measurement.measure_steps(config, pair.models, source)
+    c, v, drafted = (
+      single["cost_ratio"],
+      single["verify_ratio"],
+      config.num_draft_tokens,
+    )
     fixed = config.adaptive is None  # both formulas assume one K
     return {
-      "predicted": predicted(tau, drafted, c, v) if fixed else None,
-      "predicted_paper": predicted(tau, drafted, c) if fixed else None,
+      "predicted": predicted_speed_up(tau, drafted, c, v) if fixed else None,
+      "predicted_paper": predicted_speed_up(tau, drafted, c) if fixed else None,
       "tokens_per_target_call": tau,
-      **found,
+      **single,
     }
 
   def _check(

@@ -19,18 +19,6 @@ def tokens_per_target_call(emitted: int, target_calls: int) -> float | None:
   return emitted / target_calls if target_calls else None
 
 
-def predicted_speed_up(
-  tau: float, num_draft_tokens: int, cost_ratio: float, verify_ratio: float = 1.0
-) -> float:
-  """Speed-up over plain decoding, tau / (K c + v); the paper assumes v = 1.
-
-  Tau is the number of tokens per target call, recovered and bonus tokens included; c is
-  the time of a draft step, and v that of a verification, divided by the time of a plain
-  target step.
-  """
-  return tau / (num_draft_tokens * cost_ratio + verify_ratio)
-
-
 def loops(tokens: np.ndarray, size: int = 8, times: int = 4) -> bool:
   """Whether some sequence of `size` tokens occurs at least `times` times.
 
@@ -56,13 +44,13 @@ def segment_summary(
     values = [row[name] for row in part if row.get(name) is not None]
     return float(np.mean(values)) if values else float("nan")
 
-  found: dict[str, float | int] = {"requests": len(rows)}
+  summary: dict[str, float | int] = {"requests": len(rows)}
   for label, part in (("first", rows[:edge]), ("last", rows[-edge:]), ("mean", rows)):
-    found[f"overlap_{label}"] = mean(part, "overlap")
-    found[f"floor_overlap_{label}"] = mean(part, "floor_overlap")
-    found[f"draft_acceptance_{label}"] = mean(part, "draft_acceptance_rate")
-    found[f"tokens_per_target_call_{label}"] = mean(part, "tokens_per_target_call")
-  return found
+    summary[f"overlap_{label}"] = mean(part, "overlap")
+    summary[f"floor_overlap_{label}"] = mean(part, "floor_overlap")
+    summary[f"draft_acceptance_{label}"] = mean(part, "draft_acceptance_rate")
+    summary[f"tokens_per_target_call_{label}"] = mean(part, "tokens_per_target_call")
+  return summary
 
 
 def recovery_requests(

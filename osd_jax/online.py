@@ -281,7 +281,7 @@ def _prepare(
   first = next(StreamSource(stream, sampling, False).requests(), None)
   if config.measure_costs and is_alone and first is not None:
     bucket = config.decoding.bucket(len(first.tokens))
-    costs = measurement.measure(server, bucket, config.learns, sampling, announce)
+    costs = measurement.measure_run(server, bucket, config.learns, sampling, announce)
     log.write_costs(costs)
     if config.learns:
       server.learner.costs = costs

@@ -41,18 +41,18 @@ def fetched(address: str, setting: str) -> Path:
   folder = _cache(address)
   target = folder / _name(address)
   with _errors(address, setting):
-    found = _files(address)
-    if not found:
+    files = _files(address)
+    if not files:
       raise FileNotFoundError("there is no such file or folder")
-    known = _read(folder / "copied.json")
-    for inside, info in found.items():
+    versions = _read(folder / "copied.json")
+    for inside, info in files.items():
       file = target / inside if inside else target
-      if known.get(inside) != info["version"] or not file.is_file():
+      if versions.get(inside) != info["version"] or not file.is_file():
         _get(address, info["name"], file)
     # A file that was removed remotely must not be read from the copy.
-    for inside in known.keys() - found.keys():
+    for inside in versions.keys() - files.keys():
       (target / inside).unlink(missing_ok=True)
-    _write(folder / "copied.json", _versions(found))
+    _write(folder / "copied.json", _versions(files))
   return target
 
 
@@ -60,8 +60,8 @@ def matching(address: str, pattern: str, setting: str) -> list[str]:
   """URLs of the files in a remote folder that match a glob, sorted."""
   with _errors(address, setting):
     system, root = _system(address)
-    found = sorted(system.glob(f"{root}/{pattern}"))
-    return [system.unstrip_protocol(name) for name in found]
+    files = sorted(system.glob(f"{root}/{pattern}"))
+    return [system.unstrip_protocol(name) for name in files]
 
 
 @contextlib.contextmanager
@@ -114,14 +114,14 @@ class Mirror:
     remote folder without a file called `sign` is not a run and is ignored.
     """
     with _errors(self.address, "run_directory"):
-      found = _files(self.address)
-      there, before = _versions(found), _read(self._notes).get("there", {})
+      files = _files(self.address)
+      there, before = _versions(files), _read(self._notes).get("there", {})
       if sign not in there and sign in before:
         self._put_aside()
       if sign not in there or there == before:
         return
       self._put_aside()
-      for inside, info in found.items():
+      for inside, info in files.items():
         _get(self.address, info["name"], self.folder / inside)
       _write(self._notes, {"there": there, "here": self._here()})
 
@@ -181,13 +181,13 @@ class Mirror:
 
   def _here(self) -> dict[str, list[int]]:
     """Size and modification time of every local file, by relative path."""
-    found = {}
+    files = {}
     for file in self.folder.rglob("*"):
       inside = file.relative_to(self.folder).as_posix()
       with contextlib.suppress(FileNotFoundError):
         if file.is_file() and not _LOCAL_ONLY.search(inside):
-          found[inside] = [file.stat().st_size, file.stat().st_mtime_ns]
-    return dict(sorted(found.items()))
+          files[inside] = [file.stat().st_size, file.stat().st_mtime_ns]
+    return dict(sorted(files.items()))
 
 
 @contextlib.contextmanager
@@ -226,8 +226,8 @@ def _files(address: str) -> dict[str, dict[str, str]]:
   }
 
 
-def _versions(found: Mapping[str, dict[str, str]]) -> dict[str, str]:
-  return {inside: info["version"] for inside, info in found.items()}
+def _versions(files: Mapping[str, dict[str, str]]) -> dict[str, str]:
+  return {inside: info["version"] for inside, info in files.items()}
 
 
 def _get(address: str, name: str, file: Path) -> None:

@@ -145,7 +145,7 @@ class Service:
     vocabulary = self.server.pair.vocabulary
     # /v1/completions continues the text as it is; only a chat has a template.
     self._untemplated = dataclasses.replace(vocabulary, template=None)
-    self._plain: dict[int, tuple[RoundCosts, RoundCosts]] = {}
+    self._plain: dict[int, RoundCosts] = {}
     self.scheduler = Scheduler(
       self.server, config.places, self._finished, self.metrics.called
     )
@@ -305,9 +305,14 @@ class Service:
     agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
     if pair.draft is not None:
       engine = self.server.engine
-      self._plain = measurement.plain_tables(engine, PLAIN_SECONDS)
+      buckets = engine.config.source_lengths
+      seconds = PLAIN_SECONDS / len(buckets)
+      self._plain = {
+        bucket: measurement.measure(engine, bucket, seconds, is_plain=True)
+        for bucket in buckets
+      }
       # Clients wait for every round of a slow target, so its calls are short.
-      step_ms = min(greedy.round_ms[0] for greedy, _ in self._plain.values())
+      step_ms = min(costs.rounds().item() for costs in self._plain.values())
       rounds = math.ceil(CALL_MS / step_ms)
       engine.watched_rounds = min(rounds, engine.watched_rounds)
 
@@ -330,11 +335,11 @@ class Service:
     if not self._plain:
       return 0.0
     bucket = self.config.decoding.bucket(len(job.request.tokens))
-    costs = self._plain[bucket][job.request.sampling.needs_sampling]
+    costs, sampled = self._plain[bucket], job.request.sampling.needs_sampling
     # A call has this many rounds at most, because every request is watched.
     call_ms = costs.call_ms / self.server.engine.watched_rounds
     steps = job.plain_steps.items()
-    ms = sum(count * (costs.in_use(n).round_ms[0] + call_ms) for n, count in steps)
+    ms = sum(count * (costs.rounds(sampled, n).item() + call_ms) for n, count in steps)
     return (prefill_ms + ms) / 1e3
 
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:

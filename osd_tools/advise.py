@@ -105,7 +105,9 @@ def advise(
   with progress.status(console, "compiling"):
     serving.warm_up(learn=True)
   bucket = config.decoding.bucket(len(examples[0].tokens))
-  costs = measurement.measure(serving, bucket, True, SamplingConfig(), console.print)
+  costs = measurement.measure_run(
+    serving, bucket, True, SamplingConfig(), console.print
+  )
   with progress.status(console, "scoring the answers with the target"):
     answers = scored(pair, examples, decoding)
   drafted = max(costs.online.num_draft_tokens)

@@ -145,7 +145,9 @@ def initial_state(
   if params is None:
     params = jax.jit(model.init)(jax.random.key(config.seed))
   params = partitioner.place_params(model, params)
-  return update.init_learner(update.UpdateConfig(optimizer=config.optimizer), params)
+  return update.init_learner(
+    update.UpdateConfig(optimizer=config.optimizer, ema_decay=0.0), params
+  )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

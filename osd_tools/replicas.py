@@ -69,7 +69,7 @@ class Replica:
   def step(
     self,
     requests: list[Request],
-    draft: tuple[Any, ...] | None,
+    draft: base.Draft | None,
     expecting: bool,
     forgets: bool = False,
     unseen: tuple[Finished, ...] = (),
@@ -78,8 +78,8 @@ class Replica:
 
     Args:
       requests: new requests for free rows.
-      draft: (trained parameters, version, shortlist) of a new draft; None keeps the
-        present one.
+      draft: a new draft, of which only the trained parameters are given; None keeps
+        the present one.
       expecting: whether calls are short; see `Engine.expecting`.
       forgets: empty the n-gram cache first.
       unseen: answers of other replicas, for the n-gram cache.
@@ -89,11 +89,9 @@ class Replica:
     for done in unseen:
       self._engine.absorb(done)
     if draft is not None:
-      # Only trained parameters travel. The frozen part is the target's, which the
-      # replica has already.
-      trained, version, shortlist = draft
-      params = self._draft.join(trained, self._frozen)
-      self._engine.swap(params, version, shortlist)
+      # The frozen part is the target's, which the replica has already.
+      params = self._draft.join(draft.params, self._frozen)
+      self._engine.swap(params, draft.version, draft.shortlist)
     for request in requests:  # their tags are numbers of the driver
       self._engine.submit(request, request.tag)
     self._engine.expecting = expecting
@@ -224,7 +222,7 @@ class Replicas:
       self.shortlist = np.asarray(shortlist, np.int32)
     self.draft_version, self._drafts = version, self._drafts + 1
     # Stored once: Ray sends one copy per host, however many replicas it has.
-    self._draft_reference = self._ray.put((trained, version, self.shortlist))
+    self._draft_reference = self._ray.put(base.Draft(trained, version, self.shortlist))
 
   def step(self) -> list[Finished]:
     """Gives waiting requests to replicas, and waits for one replica to return."""

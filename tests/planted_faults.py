@@ -128,6 +128,12 @@ FAULTS = [
     SCHEDULE,
   ),
   Fault(
+    "a loss compares fewer tokens than a record has",
+    "  count = max(config.num_tokens, batch.records.ids.shape[-1])",
+    "  count = config.num_tokens",
+    "tests/distillation/test_subsample.py -k in_full",
+  ),
+  Fault(
     "a shift needs no past",
     "if len(earlier) >= SHORT else 0.0",
     "if len(earlier) else 0.0",
@@ -135,8 +141,8 @@ FAULTS = [
   ),
   Fault(
     "the price of a probe ignores its tokens",
-    "costs.round_ms[1] - tokens * costs.round_ms[0]",
-    "costs.round_ms[1] - costs.round_ms[0]",
+    "costs.round_ms[1] - tokens * costs.resting_ms(state)",
+    "costs.round_ms[1] - costs.resting_ms(state)",
     CONTROLLER,
   ),
   Fault(
@@ -220,15 +226,15 @@ FAULTS = [
   ),
   Fault(
     "the bonus token after the proposed length is drawn from a residual",
-    "  return jnp.where(row < proposal.lengths[:, None], found, 0.0)",
-    "  return found",
-    DRAFTERS,
+    "  return jnp.where(row < proposal.lengths[:, None], row_probs, 0.0)",
+    "  return row_probs",
+    f"{LAW} -k drafter_keeps",
   ),
   Fault(
     "a rejected deterministic proposal can be recovered",
     "    return jax.nn.one_hot(token, vocab_size)",
     "    return 0 * jax.nn.one_hot(token, vocab_size)",
-    DRAFTERS,
+    f"{LAW} -k drafter_keeps",
   ),
   Fault(
     "the residual is the whole target row",
@@ -262,8 +268,8 @@ FAULTS = [
   ),
   Fault(
     "a text is kept with more than probability 1",
-    "jnp.minimum(kept[-1] * target, draft)",
-    "kept[-1] * target",
+    "jnp.minimum(probs[-1] * target, draft)",
+    "probs[-1] * target",
     BLOCK,
   ),
   Fault(
@@ -287,7 +293,7 @@ FAULTS = [
   # Records and learning.
   Fault(
     "chosen blocks are left unsorted, so ties keep later entries",
-    "  chosen = jnp.sort(chosen, axis=-1)\n",
+    "  blocks_of_top = jnp.sort(blocks_of_top, axis=-1)\n",
     "",
     RECORDS,
   ),
@@ -323,8 +329,8 @@ FAULTS = [
   ),
   Fault(
     "positions outside the mask are learnt",
-    "chosen = batch.mask & (batch.weight > 0)[:, None]",
-    "chosen = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
+    "is_read = batch.mask & (batch.weight > 0)[:, None]",
+    "is_read = jnp.ones_like(batch.mask) & (batch.weight > 0)[:, None]",
     "tests/distillation/test_losses.py",
   ),
   Fault(
@@ -336,13 +342,13 @@ FAULTS = [
   # Catching up.
   Fault(
     "catching up waits for stopped rows",
-    "return jnp.any(running & (cache.length < wanted))",
-    "return jnp.any(cache.length < wanted)",
+    "return jnp.any(running & (cache.length < target_length))",
+    "return jnp.any(cache.length < target_length)",
     DRAFTING,
   ),
   Fault(
     "the last chunk counts in full",
-    "end = jnp.minimum(cache.length + CHUNK, wanted)",
+    "end = jnp.minimum(cache.length + CHUNK, target_length)",
     "end = cache.length + CHUNK",
     DRAFTING,
   ),
@@ -354,8 +360,8 @@ FAULTS = [
   ),
   Fault(
     "rows that lag less are fed past their text",
-    "end = jnp.minimum(cache.length + CHUNK, wanted)",
-    "end = jnp.minimum(cache.length + CHUNK, jnp.max(wanted))",
+    "end = jnp.minimum(cache.length + CHUNK, target_length)",
+    "end = jnp.minimum(cache.length + CHUNK, jnp.max(target_length))",
     DRAFTING,
   ),
   # Drafts that read the states of tokens.
@@ -416,8 +422,8 @@ FAULTS = [
   ),
   Fault(
     "a probe prefills new requests for the draft at once",
-    "return self.state.is_drafting",
-    "return self.state.num_draft_tokens > 0",
+    "or self.controller.state.is_drafting",
+    "or self.controller.state.num_draft_tokens > 0",
     DRAFTING,
   ),
   Fault(
@@ -428,8 +434,8 @@ FAULTS = [
   ),
   Fault(
     "a resumed engine forgets which requests lack a prefill",
-    'kept = {name: value for name, value in saved.items() if name != "tag"}',
-    'kept = {"milliseconds": saved["milliseconds"]}',
+    'fields = {name: value for name, value in saved.items() if name != "tag"}',
+    'fields = {"number": saved["number"], "milliseconds": saved["milliseconds"]}',
     DRAFTING,
   ),
   # Checkpoints.
@@ -510,8 +516,8 @@ FAULTS = [
   ),
   Fault(
     "a short prompt is padded like a long one in flight",
-    "(batch,) = self._batches(taken, bucket)",
-    "(batch,) = self._batches(taken, self._bucket)",
+    "(batch,) = self._batches(slots, bucket)",
+    "(batch,) = self._batches(slots, self._bucket)",
     "tests/engine/test_engine.py -k padded",
   ),
   Fault(
@@ -547,8 +553,8 @@ FAULTS = [
   ),
   Fault(
     "the controller prices a single row like all rows",
-    "self._table = self.costs[bucket, is_sampled].in_use(len(rows))",
-    "self._table = self.costs[bucket, is_sampled]",
+    "self._table.rounds(is_sampled, len(rows))",
+    "self._table.rounds(is_sampled)",
     "tests/engine/test_controller.py -k pays_for_one",
   ),
   Fault(
@@ -589,8 +595,8 @@ FAULTS = [
   ),
   Fault(
     "a checkpoint does not wait until all answers are processed",
-    "    self._rows += self._calls.wait()\n    # The rows in flight",
-    "    # The rows in flight",
+    "      self._rows += self._calls.wait()\n      # The rows in flight",
+    "      # The rows in flight",
     ONLINE,
   ),
   # Decoder-only models.
@@ -765,8 +771,8 @@ FAULTS = [
   ),
   Fault(
     "the cache proposes under the distribution of the learned draft",
-    "return jnp.where(by_cache[..., None], one_hot, logits), state",
-    "return logits, state",
+    "logits = jnp.where(by_cache[..., None], one_hot, logits)\n",
+    "del by_cache, one_hot\n",
     f"{MIXED} -k takes_over",
   ),
   Fault(
@@ -777,14 +783,14 @@ FAULTS = [
   ),
   Fault(
     "a sampled draft is scored by its most likely token",
-    "learned = jnp.where(drawn >= 0, drawn_right, stand_in)",
+    "learned = jnp.where(draws >= 0, drawn_right, stand_in)",
     "learned = top",
     f"{MIXED} -k are_accepted",
   ),
   Fault(
     "verification of too few tokens",
-    "(smallest == index, found, cache),",
-    "(smallest == index + 1, found, cache),",
+    "(smallest == index, judgement, cache),",
+    "(smallest == index + 1, judgement, cache),",
     f"{MIXED} -k smallest_width",
   ),
   Fault(
@@ -864,7 +870,7 @@ FAULTS = [
     "rows that must not draft count as drafting ones",
     "  if row in state.undrafted:\n    return 0.0\n",
     "",
-    f"{DRAFTING} -k worth_less",
+    f"{CONTROLLER} -k worth_less",
   ),
   Fault(
     "a cache is measured after it took the answer up",
@@ -901,7 +907,7 @@ FAULTS = [
     "a round without proposals rejects token 0",
     "if not proposal.tokens.shape[1]:",
     "if False:",
-    "tests/decoding/test_mixed.py -k whatever_the_lengths",
+    f"{LAW} -k drafter_keeps",
   ),
   Fault(
     "the time of the cache alone is not counted",
@@ -911,8 +917,8 @@ FAULTS = [
   ),
   Fault(
     "a draft that has rested does not read what it missed",
-    "      fed = jnp.minimum(fed, state.draft.length)\n",
-    "      pass\n",
+    "    fed_length = jnp.minimum(state.length, state.draft.length)\n",
+    "    fed_length = state.length\n",
     "tests/engine/test_families.py -k after_pauses",
   ),
   # osd serve.

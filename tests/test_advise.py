@@ -112,7 +112,7 @@ def config(tmp_path_factory):
 @pytest.mark.slow
 def test_a_log_is_read_and_advice_is_reported(config, monkeypatch):
   online = RoundCosts((1.0, 1.1, 1.2), num_draft_tokens=(0, 1, 3))
-  monkeypatch.setattr(measurement, "measure", lambda *_: Costs(online))
+  monkeypatch.setattr(measurement, "measure_run", lambda *_: Costs(online))
   result = advise.run(config)
   rows = list(runs.read(result.path / "metrics.jsonl"))
   advice = {row["system"]: row for row in rows if row["kind"] == "advice"}

@@ -12,7 +12,8 @@ from osd_jax import base, corpus, online, pairs, runs, sharding
 from osd_jax.costs.table import RoundCosts
 from osd_jax.data import batches
 from osd_jax.distillation import buffer, learner, losses, optimizers, update
-from osd_jax.engine import engine, steps
+from osd_jax.engine import steps
+from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, SamplingConfig
 from osd_jax.engine.server import Server
 from osd_jax.engine.steps import PaddedPrompt
 from osd_jax.models import weights
@@ -21,7 +22,7 @@ from osd_jax.models.shapes import DraftServing
 pytestmark = pytest.mark.slow
 
 COSTS = RoundCosts(round_ms=(1.0, 1.1, 1.3), chunk_ms=0.2, prefill_ms=0.1)
-ADAPTIVE = engine.AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
+ADAPTIVE = AdaptiveConfig(candidates=(0, 1, 3), costs=(COSTS,))
 
 
 # Least gain of the overlap over 24 requests. The random Llama has flatter
@@ -144,7 +145,7 @@ def test_adaptive_k_approximations_and_meshes_change_no_output(
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 def test_long_warm_start_does_not_deadlock_on_a_mesh():
   """Queued computations on several CPU devices of XLA can deadlock."""
-  decoding = engine.DecodingConfig(source_lengths=(40,), target_length=64)
+  decoding = DecodingConfig(source_lengths=(40,), target_length=64)
   mesh = sharding.PartitionConfig(2, 2)
   with Server(pairs.PairConfig(), decoding, partition=mesh) as server:
     asked = [batches.EncodedExample(np.full(30, 9), 0, np.full(40, 9))] * 1600
@@ -161,13 +162,13 @@ def test_late_prefill_fills_its_own_row(pair, data):
     pytest.skip("needs two devices; conftest.py fakes them")
   mesh = sharding.make(sharding.PartitionConfig(data)) if data > 1 else None
   loaded = pairs.load_pair(pair[1])
-  config = engine.DecodingConfig(rows=2, source_lengths=(8,), target_length=4)
+  config = DecodingConfig(rows=2, source_lengths=(8,), target_length=4)
   spec = config.spec(loaded.target, loaded.draft, mesh)
   served = steps.Served(
     steps.prepare(loaded.target, loaded.target_params, spec=spec),
     steps.prepare(loaded.draft, loaded.draft_params, spec=spec),
   )
-  settings = engine.SamplingConfig().settings(4)
+  settings = SamplingConfig().settings(4)
 
   def filled(insert, prefill_draft):
     state = steps.empty(spec, served, 8)

@@ -12,7 +12,8 @@ import tiny_online
 
 from osd_jax import base, evaluate, offline, online, pairs, runs
 from osd_jax.data.batches import BatchConfig
-from osd_jax.engine import agreement, engine
+from osd_jax.engine import agreement
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 from osd_jax.engine.server import Server
 
 SIZE = 1 << 10
@@ -33,13 +34,13 @@ def requests(pair):
   vocabulary = pairs.load_vocabulary(pair)
   prompts = [vocabulary.encode_prompt(f"{text} of all rows") for text in ("max", "sum")]
   return [
-    engine.Request(prompt, engine.SamplingConfig(temperature=1.0, seed=seed), tag=0)
+    Request(prompt, SamplingConfig(temperature=1.0, seed=seed), tag=0)
     for seed, prompt in enumerate(prompts)
     for _ in range(2)
   ]
 
 
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   source_lengths=(tiny_online.SOURCE,),
   target_length=12,
   acceptance_rule="coupling",

@@ -12,15 +12,15 @@ from made_rows import of_kind
 
 from osd_jax import base, certificate, corpus, evaluate, pairs, runs, sharding, testing
 from osd_jax.data.batches import BatchConfig
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 from osd_jax.engine.server import Server
 
 SIZE, LENGTH = tabular_pair.VOCAB_SIZE, tabular_pair.TARGET_LENGTH
-MIXED = engine.SamplingConfig(temperature=0.8, top_k=6, top_p=0.9, seed=5)
+MIXED = SamplingConfig(temperature=0.8, top_k=6, top_p=0.9, seed=5)
 
 
-def decoding(**values) -> engine.DecodingConfig:
-  return engine.DecodingConfig(
+def decoding(**values) -> DecodingConfig:
+  return DecodingConfig(
     rows=4,
     num_draft_tokens=3,
     source_lengths=(tabular_pair.SOURCE_LENGTH,),
@@ -47,7 +47,7 @@ def altered(done, position, token):
   return dataclasses.replace(done, tokens=tokens)
 
 
-@pytest.mark.parametrize("sampling", [engine.SamplingConfig(), MIXED])
+@pytest.mark.parametrize("sampling", [SamplingConfig(), MIXED])
 def test_correct_outputs_pass(sampling):
   pair = tabular_pair.make()
   judged = zip(answers(pair, sampling, False), answers(pair, sampling), strict=True)
@@ -58,7 +58,7 @@ def test_correct_outputs_pass(sampling):
 
 def test_failure_names_prompt_position_tokens_and_scores():
   pair = tabular_pair.make()
-  plain = answers(pair, engine.SamplingConfig(), False)
+  plain = answers(pair, SamplingConfig(), False)
   right = int(plain[2].tokens[4])
   wrong = (right + 1) % SIZE or 2
   judged = [*zip(plain[:2], plain[:2], strict=True)]
@@ -83,7 +83,7 @@ def test_only_near_ties_pass(distance, passes):
   best = table.max(-1) + 1
   table[..., 4], table[..., 5] = best, best * (1 - np.sign(best) * distance)
   pair = with_table(table)
-  plain = answers(pair, engine.SamplingConfig(), False, 1)[0]
+  plain = answers(pair, SamplingConfig(), False, 1)[0]
   assert (plain.tokens == 4).all()
   found = certificate.Certifier(pair).judge([(plain, altered(plain, 3, 5))])
   assert found.passed == passes and found.near_ties == passes
@@ -113,7 +113,7 @@ def test_token_just_below_the_cut_off_counts_as_inside():
   [
     MIXED,
     dataclasses.replace(MIXED, min_p=0.3, repetition_penalty=1.7),
-    engine.SamplingConfig(repetition_penalty=2.0),
+    SamplingConfig(repetition_penalty=2.0),
   ],
 )
 def test_arg_max_of_scores_equals_the_token_of_plain_decoding(sampling):
@@ -129,7 +129,7 @@ def test_arg_max_of_scores_equals_the_token_of_plain_decoding(sampling):
 
 
 def test_output_that_ends_early_fails():
-  plain = answers(tabular_pair.make(), engine.SamplingConfig(), False, 1)[0]
+  plain = answers(tabular_pair.make(), SamplingConfig(), False, 1)[0]
   short = dataclasses.replace(plain, tokens=plain.tokens[:4])
   found = certificate.Certifier(tabular_pair.make()).judge([(plain, short)])
   assert found.failures[0].position == 4 and found.failures[0].emitted is None
@@ -185,8 +185,8 @@ def pair_config(tmp_path_factory):
   return tiny_online.save_lively_pair(tmp_path_factory.mktemp("certificate"))
 
 
-def decoding_of_t5() -> engine.DecodingConfig:
-  return engine.DecodingConfig(rows=2, source_lengths=(40,), target_length=10)
+def decoding_of_t5() -> DecodingConfig:
+  return DecodingConfig(rows=2, source_lengths=(40,), target_length=10)
 
 
 def certify_config(pair_config, folder, **changes):
@@ -267,7 +267,7 @@ def test_bfloat16_target_is_audited(pair_config, tmp_path):
   verdict = json.loads((path / "certificate.json").read_text())
   assert verdict["check"] == "near-tie audit" and verdict["passed"]
   pair = pairs.load_pair(config)
-  request = engine.Request(np.int32([7, 8, 1]))
+  request = Request(np.int32([7, 8, 1]))
   (done,) = Server(pair, decoding_of_t5()).run([request])
   worst = np.asarray(done.batch.target)[0]
   judged = certificate.Certifier(pair).judge(
@@ -278,9 +278,7 @@ def test_bfloat16_target_is_audited(pair_config, tmp_path):
 
 def test_sampling_under_the_rejection_rule_is_refused(pair_config, tmp_path):
   with pytest.raises(ValueError, match="acceptance_rule = 'coupling'"):
-    certify_config(
-      pair_config, tmp_path, sampling=engine.SamplingConfig(temperature=1.0)
-    )
+    certify_config(pair_config, tmp_path, sampling=SamplingConfig(temperature=1.0))
 
 
 def test_perturbed_copy_differs_and_repeats():

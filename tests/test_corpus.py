@@ -14,10 +14,11 @@ import tiny_pair
 from osd_jax import base, corpus, pairs, sharding
 from osd_jax.data.batches import EncodedExample
 from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 from osd_jax.runs import corpus_rows
 
 ONE_DEVICE = sharding.PartitionConfig()
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   rows=3,
   source_lengths=(tabular_pair.SOURCE_LENGTH,),
   target_length=tabular_pair.TARGET_LENGTH,
@@ -38,7 +39,7 @@ def plain(pair):
   def tokens(model, params):
     prompts = tabular_pair.prompts(COUNT)
     answers = engine.Engine(DECODING, model, params).run(
-      corpus.requests(prompts, engine.SamplingConfig())
+      corpus.requests(prompts, SamplingConfig())
     )
     return np.stack([done.tokens for done in answers])
 
@@ -52,7 +53,7 @@ def generated(pair, rows=3, temperature=0.0, **values):
   return corpus.generate(
     corpus.TextSource(**values),
     dataclasses.replace(DECODING, rows=rows),
-    engine.SamplingConfig(temperature=temperature),
+    SamplingConfig(temperature=temperature),
     pair,
     ONE_DEVICE,
     tabular_pair.prompts(COUNT),
@@ -74,7 +75,7 @@ def kept(pair, folder, take=lambda rows: None, **values):
     found = corpus.generate(
       corpus.TextSource(**values),
       dataclasses.replace(DECODING, rows=3),
-      engine.SamplingConfig(temperature=1.0),
+      SamplingConfig(temperature=1.0),
       pair,
       ONE_DEVICE,
       tabular_pair.prompts(COUNT),
@@ -148,13 +149,13 @@ def test_states_of_prompts_are_kept_if_they_fit(reads, tmp_path, monkeypatch):
   config = tiny_online.attached(tiny_pair.save_tiny_pair(tmp_path, "t5"))
   shape = dataclasses.replace(config.attached, reads=reads)
   pair = pairs.load_pair(dataclasses.replace(config, attached=shape))
-  decoding = engine.DecodingConfig(rows=2, source_lengths=(8,), target_length=6)
+  decoding = DecodingConfig(rows=2, source_lengths=(8,), target_length=6)
   examples = [EncodedExample(np.arange(3, 9), 0, np.arange(0)) for _ in range(3)]
 
   def rows(limit):
     monkeypatch.setattr(corpus, "STATES_BYTES", limit)
     bar = rich.progress.Progress(rich.progress.TextColumn("{task.fields[figures]}"))
-    given = (corpus.TextSource(), decoding, engine.SamplingConfig(), pair, ONE_DEVICE)
+    given = (corpus.TextSource(), decoding, SamplingConfig(), pair, ONE_DEVICE)
     return corpus.generate(*given, examples, bar)
 
   width = pair.draft.state_width
@@ -174,7 +175,7 @@ def test_states_of_prompts_are_kept_if_they_fit(reads, tmp_path, monkeypatch):
 def test_answers_keep_the_order_of_prompts(pair):
   """Each answer equals that of its prompt decoded alone."""
   found = tabular_pair.prompts(7)
-  sampling = engine.SamplingConfig(temperature=1.0, seed=5)
+  sampling = SamplingConfig(temperature=1.0, seed=5)
   server = corpus.plain_server(pair, DECODING, ONE_DEVICE)
   seen = []
   together = server.run(corpus.requests(found, sampling), seen.append)
@@ -184,7 +185,7 @@ def test_answers_keep_the_order_of_prompts(pair):
   )
   for index, done in enumerate(together):
     own = dataclasses.replace(sampling, seed=5 + index)
-    alone = single.run([engine.Request(found[index].tokens, own)])[0]
+    alone = single.run([Request(found[index].tokens, own)])[0]
     np.testing.assert_array_equal(done.tokens, alone.tokens)
     assert done.request.tag == found[index].task_id
   assert len({done.tokens.tobytes() for done in together}) > 1

@@ -11,7 +11,13 @@ from osd_jax import base, evaluate, metrics, runs
 from osd_jax.costs.table import RoundCosts
 from osd_jax.data.batches import BatchConfig, EncodedExample
 from osd_jax.data.examples import topic_task
-from osd_jax.engine import engine, measurement
+from osd_jax.engine import measurement
+from osd_jax.engine.requests import (
+  AdaptiveConfig,
+  DecodingConfig,
+  Request,
+  SamplingConfig,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +36,7 @@ def config(tmp_path_factory) -> evaluate.EvaluateConfig:
     count=6,
     pair=pair,
     drafts=(pair.target,),
-    decoding=engine.DecodingConfig(
+    decoding=DecodingConfig(
       rows=1,
       num_draft_tokens=K,
       source_lengths=(48,),
@@ -86,10 +92,10 @@ def test_outputs_equal_plain_greedy_decoding(config, rows):
 
 def test_sampled_evaluation_with_adaptive_k(config, tmp_path):
   """Greedy outputs are certified; no speed is predicted, since K is not fixed."""
-  policy = engine.AdaptiveConfig(candidates=(0, K), costs=(RoundCosts((1.0, 1.2)),))
+  policy = AdaptiveConfig(candidates=(0, K), costs=(RoundCosts((1.0, 1.2)),))
   adapting = dataclasses.replace(
     config,
-    sampling=engine.SamplingConfig(temperature=1.0),
+    sampling=SamplingConfig(temperature=1.0),
     drafts=(),
     speed_requests=1,
     decoding=dataclasses.replace(config.decoding, adaptive=policy),
@@ -121,7 +127,7 @@ def test_speed_rows_are_consistent(rows):
 class FakeServer:
   """Records which requests it served."""
 
-  engine = types.SimpleNamespace(config=engine.DecodingConfig(source_lengths=(4, 8)))
+  engine = types.SimpleNamespace(config=DecodingConfig(source_lengths=(4, 8)))
 
   def __init__(self, name, calls):
     self._name, self._calls = name, calls
@@ -138,7 +144,7 @@ class FakeServer:
 def test_timing_alternates_servers_and_serves_each_request_once():
   calls = []
   requests = [
-    engine.Request(np.ones(2 + 4 * (tag % 2), np.int32), tag=tag) for tag in range(5)
+    Request(np.ones(2 + 4 * (tag % 2), np.int32), tag=tag) for tag in range(5)
   ]
   servers = [FakeServer(n, calls) for n in "ab"]
   found = evaluate.time_requests(servers, requests, block=2)
@@ -155,7 +161,7 @@ def test_equal_models_have_similar_costs():
   """A draft step costs about as much as a target step of the same model."""
   pair = tabular_pair.make()
   source = np.asarray([[4, 5, 1, 0]], np.int32)
-  config = engine.DecodingConfig(num_draft_tokens=8, target_length=8)
+  config = DecodingConfig(num_draft_tokens=8, target_length=8)
   sides = (pair.target, pair.target_params)
   found = measurement.measure_steps(config, (*sides, *sides), source)
   # Wide bounds, because the measured times are short and vary.
@@ -239,7 +245,7 @@ def test_token_accuracy_is_one_on_the_targets_own_answers(config):
   ("field", "value"),
   [
     ("count", 0),
-    ("decoding", engine.DecodingConfig(record_top_k=0)),
+    ("decoding", DecodingConfig(record_top_k=0)),
     ("prompts", dataclasses.replace(PROMPTS, source_length=65)),
   ],
 )

@@ -11,6 +11,7 @@ import tiny_online
 from osd_jax import online, runs
 from osd_jax.distillation import losses
 from osd_jax.engine import engine
+from osd_jax.engine.requests import Request
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +71,7 @@ def test_verdict_reports_an_inexact_rule(ran, tmp_path):
 def test_lenient_rule_accepts_more_and_is_inexact(ran):
   """The draft often proposes the second-best token; rules apply to greedy rows too."""
   pair, counts, texts = ran["pair"], [], []
-  prompt = engine.Request(np.array([5, 9, 7, 1], np.int32), max_new_tokens=12)
+  prompt = Request(np.array([5, 9, 7, 1], np.int32), max_new_tokens=12)
   for rule in ("rejection", ran["lenient"]):
     config = dataclasses.replace(ran["config"].decoding, acceptance_rule=rule)
     noisy = jax_noise(pair.target_params)

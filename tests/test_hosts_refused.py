@@ -5,15 +5,14 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-import tiny_online
 
-from osd_jax import base, pairs, runs
+from osd_jax import base, pairs, runs, sharding
 from osd_jax.distillation.learner import Learner, LearningConfig
 from osd_jax.engine import engine, requests
+from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, Request
 from osd_tools import replicas
 
-ADAPTIVE = engine.AdaptiveConfig(candidates=(0, 1))
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   rows=1, num_draft_tokens=1, source_lengths=(8,), target_length=4
 )
 
@@ -23,60 +22,47 @@ def loaded(lively_pair):
   return pairs.load_pair(lively_pair)
 
 
-@pytest.fixture
-def two(monkeypatch):
-  """Pretends that there are two processes."""
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-
-
 def learner(loaded):
   config = LearningConfig(free_updates=True)
   Learner(loaded.draft, loaded.draft_params, config, 8, 4, 2).runner.close()
 
 
-def adaptive(loaded):
-  models = loaded.target, loaded.target_params, loaded.draft, loaded.draft_params
-  config = dataclasses.replace(DECODING, adaptive=ADAPTIVE)
-  engine.Engine(config, *models).run([engine.Request(np.asarray([5], np.int32))])
+def decoding(**changes):
+  """Serves one request with these settings."""
+
+  def serve(loaded):
+    models = loaded.target, loaded.target_params, loaded.draft, loaded.draft_params
+    config = dataclasses.replace(DECODING, **changes)
+    engine.Engine(config, *models).run([Request(np.asarray([5], np.int32))])
+
+  return serve
 
 
-def test_free_updates_are_refused(loaded, two):
-  with pytest.raises(base.InputError, match=r"LearningConfig\.free_updates.*several"):
-    learner(loaded)
+def of_replicas(loaded):
+  mesh = sharding.PartitionConfig()
+  replicas.Replicas(
+    requests.ReplicaConfig(1), DECODING, pairs.PairConfig(), loaded, mesh
+  )
 
 
-def test_adaptive_k_without_given_costs_is_refused(loaded, two):
-  words = r"AdaptiveConfig\.costs.*their own measurements would differ"
-  with pytest.raises(base.InputError, match=words):
-    adaptive(loaded)
+ADAPTIVE = AdaptiveConfig(candidates=(0, 1))
+SHARED = {  # what one process accepts
+  r"LearningConfig\.free_updates.*several": learner,
+  r"AdaptiveConfig\.costs.*their own measurements": decoding(adaptive=ADAPTIVE),
+  r"cache_tokens.*256.*share no n-gram": decoding(cache_tokens=256),
+}
+REFUSED = SHARED | {
+  r"run_directory.*mount the bucket": (
+    lambda _: runs.RunDirectory.start("memory://bucket/run")
+  ),
+  r"ReplicaConfig\.count.*expected 0": of_replicas,
+}
 
 
-def cached(loaded):
-  config = dataclasses.replace(DECODING, cache_tokens=256)
-  models = loaded.target, loaded.target_params, loaded.draft, loaded.draft_params
-  return engine.Engine(config, *models)
-
-
-def test_ngram_cache_is_refused(loaded, two):
-  with pytest.raises(base.InputError, match=r"cache_tokens.*256.*share no n-gram"):
-    cached(loaded)
-
-
-def test_remote_run_directory_is_refused(two):
-  with pytest.raises(base.InputError, match=r"run_directory.*mount the bucket"):
-    runs.RunDirectory.start("memory://bucket/run")
-
-
-def test_replicas_are_refused(lively_pair, loaded, two):
-  config = tiny_online.config(lively_pair, "nowhere")
-  with pytest.raises(base.InputError, match=r"ReplicaConfig\.count.*expected 0"):
-    replicas.Replicas(
-      requests.ReplicaConfig(1), DECODING, lively_pair, loaded, config.partition
-    )
-
-
-def test_single_process_accepts_these_settings(loaded):
-  """Negative control."""
-  learner(loaded)
-  adaptive(loaded)
-  cached(loaded)
+@pytest.mark.parametrize("message", REFUSED)
+def test_setting_is_refused_with_two_processes(loaded, monkeypatch, message):
+  if message in SHARED:  # negative control
+    SHARED[message](loaded)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(base.InputError, match=message):
+    REFUSED[message](loaded)

@@ -1,4 +1,4 @@
-"""Whole commands with decoder-only pairs: a mesh, a certificate, the paper's pair."""
+"""Whole commands with decoder-only pairs: distillation, and the paper's pair."""
 
 import dataclasses
 import json
@@ -8,20 +8,19 @@ import numpy as np
 import pytest
 import tiny_online
 import tiny_pair
-from whole_run import COUNT, INTERRUPTED, run
 
-from osd_jax import convert, evaluate, offline, runs
+from osd_jax import convert, offline, runs
 from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.distillation import optimizers, update
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import weights
 from osd_jax.models.convert import hugging_face
 
 pytestmark = pytest.mark.slow
 
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   rows=2,
   num_draft_tokens=2,
   source_lengths=(16, tiny_online.SOURCE),
@@ -35,25 +34,6 @@ def pair(tmp_path_factory):
   return tiny_online.save_lively_pair(tmp_path_factory.mktemp("pair"), "llama")
 
 
-@pytest.fixture(scope="module")
-def alone(pair, tmp_path_factory):
-  """Outputs and updates of an uninterrupted run on one device."""
-  found, updates = run(pair, tmp_path_factory.mktemp("one") / "run", (1, 1))
-  assert len({tuple(tokens) for tokens in found}) > COUNT // 2 and len(updates) > 2
-  return found, updates
-
-
-@pytest.mark.skipif(len(jax.devices()) < 4, reason="conftest.py fakes four devices")
-def test_online_run_resumed_from_a_mesh_matches_one_device(alone, pair, tmp_path):
-  """The two KV heads cannot be split over four devices and are replicated."""
-  found, updates = run(pair, tmp_path / "run", (1, 4), INTERRUPTED, (1, 1))
-  assert found == alone[0]
-  np.testing.assert_allclose(updates, alone[1], atol=1e-4)
-
-
-# ---- Other commands
-
-
 def corpus(split, limit):
   return BatchConfig(
     tasks=tiny_online.tasks(split, limit),
@@ -61,26 +41,6 @@ def corpus(split, limit):
     source_length=tiny_online.SOURCE,
     target_length=8,
   )
-
-
-def asked(pair, folder):
-  return {
-    "prompts": corpus("eval", 2),
-    "count": 5,
-    "pair": pair,
-    "decoding": DECODING,
-    "run_directory": str(folder / "run"),
-  }
-
-
-def test_certificate_finds_equal_outputs(pair, tmp_path):
-  config = evaluate.CertifyConfig(
-    **asked(pair, tmp_path), num_draft_tokens=(2, 5), rows=(1, 2), drafts=("pair",)
-  )
-  made = evaluate.certify(config)
-  assert made.exact
-  found = [r for r in runs.read(made.path / "metrics.jsonl") if "equal" in r]
-  assert all(row["outputs"] == row["equal"] > 0 for row in found) and len(found) > 2
 
 
 def test_offline_distillation_raises_overlap(pair, tmp_path):

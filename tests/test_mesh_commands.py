@@ -7,10 +7,10 @@ import tiny_online
 from osd_jax import evaluate, runs, sharding
 from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 
-MESHES = [(2, 2), (1, 4)]  # test_mesh_runs.py has (4, 1)
-DECODING = engine.DecodingConfig(
+MESHES = [("t5", (2, 2)), ("t5", (1, 4)), ("llama", (1, 1))]
+DECODING = DecodingConfig(
   rows=4,
   num_draft_tokens=2,
   source_lengths=(tiny_online.SOURCE,),
@@ -43,10 +43,10 @@ def rows_of(path, kind):
   return [row for row in runs.read(path / "metrics.jsonl") if row["kind"] == kind]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_certificate_on_a_mesh_is_exact(lively_pair, tmp_path, mesh):
+@pytest.mark.parametrize(("family", "mesh"), MESHES, ids=str)
+def test_certificate_on_a_mesh_is_exact(tmp_path, family, mesh):
   config = evaluate.CertifyConfig(
-    **asked(lively_pair, tmp_path, mesh),
+    **asked(tiny_online.save_lively_pair(tmp_path, family), tmp_path, mesh),
     num_draft_tokens=(2,),
     rows=(4,),
     drafts=("pair",),

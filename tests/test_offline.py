@@ -13,8 +13,9 @@ import tiny_pair
 from osd_jax import base, offline, runs, sharding
 from osd_jax.data.batches import BatchConfig
 from osd_jax.data.examples import topic_task
+from osd_jax.distillation import losses, optimizers
 from osd_jax.distillation import update as updates
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import weights
 from osd_jax.runs import corpus_rows
 
@@ -56,14 +57,20 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
     evaluation=generated("eval"),
     output=str(folder / "distilled.safetensors"),
     pair=tiny_pair.save_tiny_pair(folder),
-    decoding=engine.DecodingConfig(
+    decoding=DecodingConfig(
       rows=2,
       source_lengths=(48,),
       target_length=8,
       record_top_k=tiny_pair.VOCAB_SIZE,
     ),
     sample_source="mix_request",
-    update=updates.UpdateConfig(num_new=2, num_replay=2),
+    update=updates.UpdateConfig(
+      optimizers.OptimizerConfig(learning_rate=1e-3, warmup_steps=0),
+      losses.LossConfig("forward_kl", num_positions=0, num_tokens=0),
+      num_new=2,
+      num_replay=2,
+      ema_decay=0.0,
+    ),
     steps=12,
     evaluate_every=6,
     run_directory=str(folder / "run"),
@@ -190,7 +197,7 @@ def test_draft_with_broken_scores_is_not_written(config, tmp_path, monkeypatch):
     ("output", ""),
     # Would overwrite the initial draft.
     ("output", "shipped:demo_attached_draft.safetensors"),
-    ("decoding", engine.DecodingConfig(record_top_k=0)),
+    ("decoding", DecodingConfig(record_top_k=0)),
     ("corpus", dataclasses.replace(generated("train"), source_length=65)),
   ],
 )

@@ -20,7 +20,7 @@ from compilations import Compilations
 from osd_jax import background, base, online, runs
 from osd_jax.distillation import gate, update
 from osd_jax.distillation import learner as learner_lib
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.loop import account as account_lib
 from osd_jax.loop import meter
 from osd_jax.models import weights
@@ -391,7 +391,7 @@ def test_continued_run_serves_the_saved_draft_and_shortlist(
   ],
 )
 def test_config_error_names_the_field(pair, folder, decoding, message):
-  changes = {"decoding": engine.DecodingConfig(**decoding)} if decoding else {}
+  changes = {"decoding": DecodingConfig(**decoding)} if decoding else {}
   with pytest.raises(ValueError, match="OnlineConfig" + message) as caught:
     tiny_online.config(pair, folder, **changes)
   assert len(str(caught.value)) < 300  # does not print the stream

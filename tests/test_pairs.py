@@ -18,7 +18,7 @@ import tiny_pair
 import osd_jax
 from osd_jax import base, pairs, sharding, testing
 from osd_jax.data import vocabulary as vocabularies
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import families, shapes, weights
 from osd_jax.models.convert import hugging_face
 
@@ -422,6 +422,6 @@ def test_state_layer_selects_the_states_of_an_attached_draft(llama_pair, tmp_pat
 
 
 def test_more_tokens_than_positions_are_refused(llama_pair):
-  long = engine.DecodingConfig(source_lengths=(200,), target_length=60)
+  long = DecodingConfig(source_lengths=(200,), target_length=60)
   with pytest.raises(base.InputError, match="260 tokens, but the target has 256"):
     osd_jax.Server(llama_pair, long)

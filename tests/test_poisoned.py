@@ -17,14 +17,14 @@ import tiny_pair
 from experiments.poisoned_learning import run as poisons
 from osd_jax import online, pairs, runs, sharding
 from osd_jax.distillation import buffer, gate
-from osd_jax.engine import engine
+from osd_jax.engine.requests import SamplingConfig
 from osd_jax.report import plots
 
 pytestmark = pytest.mark.slow
 
 PER_TASK = 20  # requests of each of the four topics: three alarm windows
 RATE = 3e-3  # learning rate of the healthy run
-SAMPLED = engine.SamplingConfig(temperature=0.8, seed=3)
+SAMPLED = SamplingConfig(temperature=0.8, seed=3)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from osd_jax import offline, online, pairs, runs, sharding
 from osd_jax.costs import table
 from osd_jax.data.batches import BatchConfig
 from osd_jax.distillation import gate, schedule, update
-from osd_jax.engine import engine
+from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, SamplingConfig
 from osd_jax.loop import loop as loop_lib
 from osd_jax.report import progress
 
@@ -108,7 +108,7 @@ def offline_config(files, folder):
     evaluation=BatchConfig(tasks=tasks("eval", 1), **batch),
     output=str(folder.parent / f"{folder.name}.safetensors"),
     pair=files["t5"],
-    decoding=engine.DecodingConfig(
+    decoding=DecodingConfig(
       rows=2, source_lengths=(tiny_online.SOURCE,), target_length=8
     ),
     sample_source="mix_request",
@@ -119,7 +119,7 @@ def offline_config(files, folder):
   )
 
 
-CHOICE = engine.AdaptiveConfig(
+CHOICE = AdaptiveConfig(
   candidates=(0, 1, 3), costs=(table.RoundCosts((1.0, 1.1, 1.3), 0.2, 0.1),)
 )
 PAYING = schedule.WorthConfig(
@@ -134,7 +134,7 @@ FEATURES = {
   "one row, shortlist, sampled, worth schedule": online_of(
     rows=1,
     has_shortlist=True,
-    sampling=engine.SamplingConfig(temperature=0.8, seed=3),
+    sampling=SamplingConfig(temperature=0.8, seed=3),
     schedule=PAYING,
   ),
   "attached draft, adaptive K": online_of(
@@ -144,7 +144,7 @@ FEATURES = {
     "llama",
     is_attached=True,
     reads="tokens",
-    sampling=engine.SamplingConfig(temperature=0.8, seed=3),
+    sampling=SamplingConfig(temperature=0.8, seed=3),
     decoding={"acceptance_rule": "block"},
   ),
   "cache alone": online_of("llama", is_cache=True, decoding={"cache_tokens": 1 << 10}),

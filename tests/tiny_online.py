@@ -15,7 +15,7 @@ import tiny_pair
 from osd_jax import online, pairs
 from osd_jax.data import batches, examples, streams
 from osd_jax.distillation import buffer, learner, optimizers, schedule, update
-from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import shapes, weights
 from osd_jax.models.shapes import AttachedConfig
 
@@ -71,7 +71,7 @@ def config(
     pair=pair
     if isinstance(pair, pairs.Pair)
     else dataclasses.replace(pair, draft_serving=SERVING),
-    decoding=engine.DecodingConfig(
+    decoding=DecodingConfig(
       rows=rows, num_draft_tokens=3, source_lengths=(SOURCE,), target_length=LENGTH
     ),
     learning=learner.LearningConfig(

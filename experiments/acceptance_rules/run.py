@@ -22,7 +22,8 @@ import rich.table
 from osd_jax import corpus, evaluate, pairs, sharding
 from osd_jax.data.batches import EncodedExample, read_corpus
 from osd_jax.decoding import accept
-from osd_jax.engine import agreement, engine
+from osd_jax.engine import agreement
+from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
 from osd_jax.engine.server import Server
 from osd_jax.main import settings
 
@@ -32,12 +33,12 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 def measure(
   pair: pairs.Pair,
   asked: list[EncodedExample],
-  decoding: engine.DecodingConfig,
+  decoding: DecodingConfig,
   partition: sharding.PartitionConfig,
   temperature: float,
 ) -> dict[str, float]:
   """Measures acceptance, its theoretical values and the share equal to plain."""
-  requests = corpus.requests(asked, engine.SamplingConfig(temperature=temperature))
+  requests = corpus.requests(asked, SamplingConfig(temperature=temperature))
   # Records contain all tokens, so that the overlap is exact.
   whole = dataclasses.replace(decoding, record_top_k=pair.target.vocab_size)
   plain = corpus.plain_server(pair, whole, partition).run(requests)
@@ -65,15 +66,13 @@ def measure(
   return {**row, "block_over_rejection": ratio, "standard_error": error}
 
 
-def tokens_per_call(answers: list[engine.Finished]) -> float:
+def tokens_per_call(answers: list[Finished]) -> float:
   """Returns emitted tokens per target call."""
   calls = sum(answer.target_calls for answer in answers)
   return sum(len(answer.tokens) for answer in answers) / calls
 
 
-def gain(
-  answers: list[engine.Finished], others: list[engine.Finished]
-) -> tuple[float, float]:
+def gain(answers: list[Finished], others: list[Finished]) -> tuple[float, float]:
   """Returns the ratio of tokens per call, and its standard error over requests."""
 
   def influence(found):
@@ -87,7 +86,7 @@ def gain(
   return ratio, float(ratio * spread)
 
 
-def mean_overlap(pair: pairs.Pair, answers: list[engine.Finished]) -> float:
+def mean_overlap(pair: pairs.Pair, answers: list[Finished]) -> float:
   """Returns the mean of 1 - TV, after temperature, over all emitted positions."""
   rows = [
     agreement.agreement(pair.draft, pair.draft_params, answer.batch, answer.settings)

@@ -22,6 +22,7 @@ from osd_jax.data import streams
 from osd_jax.data.batches import read_corpus
 from osd_jax.engine import agreement
 from osd_jax.engine.server import Server
+from osd_jax.loop import rows as rows_lib
 from osd_jax.main import settings
 from osd_jax.report import tables
 
@@ -80,12 +81,12 @@ def served(
 
 def curves(path: pathlib.Path, level: dict[str, float]) -> dict[str, dict]:
   """Returns for each topic means, first and last 50, and requests to recover."""
-  requests = [r for r in runs.read(path / "metrics.jsonl") if r["kind"] == "request"]
+  requests = rows_lib.requests(rows_lib.read(path / "metrics.jsonl"))
   by_label = {}
   for label, rows in tables.by_segment(requests):
-    row = metrics.segment_summary(rows, 50)
+    row = metrics.segment_summary([vars(request) for request in rows], 50)
     row["recovery"] = metrics.recovery_requests(
-      [r["overlap"] for r in rows], level[label]
+      [request.overlap for request in rows], level[label]
     )
     by_label[label] = row
   return by_label

@@ -14,7 +14,7 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.decoding import ngrams
-from osd_jax.engine import engine
+from osd_jax.engine.requests import Finished
 
 
 def calls(right: np.ndarray, drafted: int) -> int:
@@ -35,7 +35,7 @@ def calls(right: np.ndarray, drafted: int) -> int:
 def choose(
   target: base.Model,
   draft: tuple[base.Model, base.Params],
-  answers: Sequence[engine.Finished],
+  answers: Sequence[Finished],
   drafted: int,
   size: int,
 ) -> dict[str, list[int]]:

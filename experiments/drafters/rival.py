@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import transformers
 
-from osd_jax.engine import engine
+from osd_jax.engine.requests import Request
 
 transformers.logging.set_verbosity_error()
 
@@ -16,7 +16,7 @@ class HuggingFace:
   def __init__(
     self,
     folder: str,
-    requests: Sequence[engine.Request],
+    requests: Sequence[Request],
     length: int,
     drafted: int,
     dtype: str = "float32",

@@ -619,7 +619,7 @@ def measured_costs(
     server = Server(pair, config.decoding, learning, config.partition)
     server.warm_up(learn=True)
     bucket = config.decoding.source_lengths[-1]
-    costs = measurement.measure(server, bucket, True, config.sampling, print)
+    costs = measurement.measure_run(server, bucket, True, config.sampling, print)
     server.close()
     path.write_text(json.dumps(dataclasses.asdict(costs)) + "\n")
   return Costs.from_json(json.loads(path.read_text()))

@@ -37,7 +37,7 @@ import rich.table
 
 from osd_jax import online, pairs, runs, sharding
 from osd_jax.distillation import buffer, update
-from osd_jax.engine import engine
+from osd_jax.engine.requests import SamplingConfig
 from osd_jax.main import settings
 
 EDGE = 50  # number of requests behind "first" and "last"
@@ -99,7 +99,7 @@ def changed(
   }
   rule = "coupling" if mode == "coupled" else "rejection"
   changes["decoding"] = dataclasses.replace(config.decoding, acceptance_rule=rule)
-  changes["sampling"] = engine.SamplingConfig(
+  changes["sampling"] = SamplingConfig(
     temperature=0.0 if mode == "greedy" else temperature
   )
   return dataclasses.replace(config, **changes)

@@ -139,7 +139,8 @@ class LossConfig(base.Config):
     num_positions: P, number of these positions that a slice samples per row; 0 uses
       all.
     num_tokens: number of tokens that a slice compares, those with most of the
-      target's mass in its micro-batch; 0 uses the whole vocabulary.
+      target's mass in its micro-batch, and at least `record_top_k` of them; 0 uses
+      the whole vocabulary.
     num_negatives: number of random tokens that represent all others. With 0, the loss
       does not see the mass that the draft gives to tokens outside `num_tokens`.
   """

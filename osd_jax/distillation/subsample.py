@@ -60,11 +60,11 @@ def subsample(
   if 0 < config.num_positions < batch.mask.shape[1]:
     positions = _draw_positions(config, batch, key_positions)
     batch = _at_positions(batch, positions)
-  if 0 < config.num_tokens < vocab_size:
-    tokens, log_weights = _draw_tokens(config, batch, key_tokens, vocab_size)
-    batch = _with_token_columns(
-      batch, tokens[: config.num_tokens], len(tokens), vocab_size
-    )
+  # At least as many columns as a record has entries, because the loss reads them all.
+  count = max(config.num_tokens, batch.records.ids.shape[-1])
+  if config.num_tokens and count < vocab_size:
+    tokens, log_weights = _draw_tokens(config, batch, key_tokens, vocab_size, count)
+    batch = _with_token_columns(batch, tokens[:count], len(tokens), vocab_size)
   return Subsample(batch, positions, tokens, log_weights)
 
 
@@ -139,8 +139,9 @@ def _draw_tokens(
   batch: base.DistillationBatch,
   key: Key[Array, ""],
   vocab_size: int,
+  count: int,
 ) -> tuple[Int[Array, " C"], Float[Array, " C"]]:
-  """Returns the tokens with most of the target's mass, then negatives; log-weights.
+  """Returns the `count` tokens with most target mass, then negatives; log-weights.
 
   Negatives are drawn with replacement from the whole vocabulary. Those that are among
   the likeliest get weight 0, which makes the weighted sum over the others unbiased.
@@ -148,15 +149,15 @@ def _draw_tokens(
   records, is_counted = batch.records, losses.chosen_positions(config, batch)
   mass = jnp.where(is_counted[..., None], jnp.exp(records.log_probs), 0.0)
   expected = jnp.zeros(vocab_size).at[records.ids.astype(jnp.int32)].add(mass)
-  likeliest = jax.lax.top_k(expected, config.num_tokens)[1]
-  own = jnp.zeros(config.num_tokens)  # each represents itself: log 1
+  likeliest = jax.lax.top_k(expected, count)[1]
+  zeros = jnp.zeros(count)  # each represents itself: log 1
   if not config.num_negatives:
-    return likeliest, own
+    return likeliest, zeros
   negatives = jax.random.randint(key, (config.num_negatives,), 0, vocab_size)
   doubled = jnp.zeros(vocab_size, bool).at[likeliest].set(True)[negatives]
   stands_for = np.log(vocab_size / config.num_negatives)
   weights = jnp.where(doubled, _NO_LOGIT, stands_for)
-  return jnp.concatenate([likeliest, negatives]), jnp.concatenate([own, weights])
+  return jnp.concatenate([likeliest, negatives]), jnp.concatenate([zeros, weights])
 
 
 def _with_token_columns(

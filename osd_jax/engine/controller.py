@@ -12,11 +12,11 @@ A fixed K is a controller with one candidate: it needs no costs and always retur
 
 Some drafters know the probability that a token survives, and stop by themselves (see
 `decoding.mixed`). Then the controller has two candidates, plain decoding and drafting.
-If a draft model is mixed with the n-gram cache, the cache goes on alone while the draft
-rests, instead of plain decoding. What a token takes then is observed, and so that it
-stays known, drafting is interrupted by short probes of the cache alone.
-It tells the drafter what each further token costs, in tokens that could be emitted in
-that time:
+If a draft model is mixed with the n-gram cache, the first candidate is not plain
+decoding but the cache alone. What a token takes then is observed, and so that it stays
+known, drafting is interrupted by short probes of this candidate.
+The controller tells the drafter what each further token costs, in tokens that could be
+emitted in that time (`costs.table.prices`):
 
     price of the i-th token = (round of i tokens - round of i - 1 tokens) / ms per token
 
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from osd_jax.costs.table import RoundCosts, expected_tokens
+from osd_jax.costs.table import RoundCosts, expected_tokens, prices
 from osd_jax.engine.requests import DecodingConfig
 
 ROUNDS_PER_CALL = 8  # rounds between two choices
@@ -46,7 +46,6 @@ DOUBT = 1.0  # standard errors granted to the draft before it is given up
 CALL_SHARE = 0.005  # share of a call's time that its fixed cost may take
 DEBT = 512  # plain steps after which any loss of drafting is forgiven
 LENGTH_MEMORY = 64.0  # rounds over which the number of drafted tokens is averaged
-LEAST_PRICE = 1e-6  # a price of 0 would ask for the token in any case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ class ControllerState:
     saved_ms: time available for a probe; negative if drafting has cost more than plain
       decoding would have.
     num_draft_tokens: K of the next call.
-    probing: whether that call is a probe of drafting, or if K = 0 of the cache alone.
+    probing: whether that call is a probe: of drafting, or if K = 0 of the cache alone.
     undrafted: rows whose requests must not draft.
     drafted: running mean of the tokens that a round drafts, if the drafter decides.
     drafting_ms: time of drafting since the cache alone was last tried.
@@ -98,9 +97,43 @@ class ControllerState:
     return (self.num_draft_tokens > 0) != self.probing
 
 
+class CallCosts(NamedTuple):
+  """Milliseconds of the candidates of one call.
+
+  Attributes:
+    candidates: the Ks that may be chosen, 0 first.
+    num_draft_tokens: tokens that a round of each drafts: K, or a mean.
+    round_ms: a round of each.
+    chunk_ms, prefill_ms, call_ms: see `RoundCosts`.
+    cache_ms: a round of the n-gram cache alone, which takes the place of plain
+      decoding; None if there is no such cache.
+  """
+
+  candidates: tuple[int, ...]
+  num_draft_tokens: tuple[int, ...]
+  round_ms: tuple[float, ...]
+  chunk_ms: float = 0.0
+  prefill_ms: float = 0.0
+  call_ms: float = 0.0
+  cache_ms: float | None = None
+
+  def of(self, state: ControllerState) -> float:
+    """Time of a round with the state's K, or of a token while the draft rests."""
+    k = state.num_draft_tokens
+    return self.round_ms[self.candidates.index(k)] if k else self.resting_ms(state)
+
+  def resting_ms(self, state: ControllerState) -> float:
+    """Time of a token while the draft rests."""
+    plain = self.round_ms[0]
+    if self.cache_ms is None:
+      return plain
+    # Until the cache alone has been observed, it counts like a plain step.
+    return (KEPT * plain + state.cache_ms) / (KEPT + state.cache_tokens)
+
+
 @dataclasses.dataclass(frozen=True)
-class Call:
-  """Results of one compiled call, by row; 0 in rows that did not run.
+class RoundResult:
+  """Results of the rounds of one compiled call, by row; 0 in rows that did not run.
 
   Attributes:
     rounds: number of rounds.
@@ -138,7 +171,7 @@ class Controller:
 
   Attributes:
     candidates: every K that may be chosen, ascending.
-    costs: tables by (bucket, whether a row is sampled), given or measured.
+    costs: tables by bucket, given or measured.
     state: state of the choice.
   """
 
@@ -152,14 +185,16 @@ class Controller:
       has_draft: whether there is anything to draft with.
       by_survival: whether the drafter decides in each round how much to draft.
     """
-    self.costs: dict[tuple[int, bool], RoundCosts] = {}
+    self.costs: dict[int, RoundCosts] = {}
     self.candidates: tuple[int, ...] = (decoding.num_draft_tokens if has_draft else 0,)
     self._rows, self._by_survival = decoding.rows, by_survival
     if has_draft and decoding.adaptive is not None:
       config = decoding.adaptive.up_to(decoding.num_draft_tokens)
       self.candidates = config.candidates
-      for bucket, table in zip(decoding.source_lengths, config.costs, strict=False):
-        self.costs |= {(bucket, False): table, (bucket, True): table}
+      self.costs = dict(zip(decoding.source_lengths, config.costs, strict=False))
+    # The Ks that `choose` returns.
+    ends = (0, self.candidates[-1])
+    self._choices = ends if by_survival else self.candidates
     self.reset()
 
   def reset(self) -> None:
@@ -174,22 +209,10 @@ class Controller:
     """Whether K is the same in every call."""
     return len(self.candidates) == 1
 
-  @property
-  def _choices(self) -> tuple[int, ...]:
-    """The Ks that `choose` returns."""
-    if self._by_survival:
-      return (0, self.candidates[-1])
-    return self.candidates
-
-  @property
-  def is_drafting(self) -> bool:
-    """Whether a prompt that arrives now is prefilled for the draft at once."""
-    return self.state.is_drafting
-
   def charge_prefill(self, bucket: int) -> None:
     """Accounts for the draft's prefill of an arriving prompt."""
     if not self.is_fixed:
-      self._spent_ms += self.costs[bucket, False].prefill_ms
+      self._spent_ms += self.costs[bucket].prefill_ms
 
   def choose(
     self,
@@ -213,98 +236,59 @@ class Controller:
     if self.is_fixed:
       return Choice(self.candidates[0])
     self.state = dataclasses.replace(self.state, undrafted=tuple(undrafted))
-    self._table = self.costs[bucket, is_sampled].in_use(len(rows))
-    costs = self._costs_at(self.state.drafted)
+    self._table = self.costs[bucket]
+    self._round_ms = self._table.rounds(is_sampled, len(rows))
+    costs = self._call_costs(self.state.drafted)
     self._is_mute = len(undrafted) == len(rows) and not self.candidates[0]
     if self._is_mute:
       plain = dataclasses.replace(self.state, num_draft_tokens=0, probing=False)
-      return Choice(0, rounds(self._choices, costs, plain))
+      return Choice(0, rounds(costs, plain))
     missing_ms = chunks * costs.chunk_ms + prefills * costs.prefill_ms
-    self.state = choose(self._choices, costs, self.state, rows, missing_ms)
-    if self._tries_cache(costs, rows):
-      self.state = dataclasses.replace(
-        self.state, num_draft_tokens=0, probing=True, drafting_ms=0.0
-      )
-    max_rounds = rounds(self._choices, costs, self.state)
-    if not (self.state.num_draft_tokens or self._by_cache):
+    self.state = choose(costs, self.state, rows, missing_ms)
+    max_rounds = rounds(costs, self.state)
+    num_draft_tokens = self.state.num_draft_tokens
+    by_cache = not num_draft_tokens and costs.cache_ms is not None
+    if not (num_draft_tokens or by_cache):
       return Choice(0, max_rounds)
-    if not self._by_cache:
+    if not by_cache:
       self._spent_ms += missing_ms
-    prices = None
+    token_prices = None
     if self._by_survival:
-      row_ms = min(token_ms(self._choices, costs, self.state, rows))
-      prices = self._prices(row_ms / len(rows))
-    num_draft_tokens = self.state.num_draft_tokens or self._choices[-1]
-    return Choice(num_draft_tokens, max_rounds, prices, self._by_cache)
+      row_ms = min(token_ms(costs, self.state, rows))
+      source_ms = self._round_ms[int(by_cache)]
+      token_prices = prices(self.candidates, source_ms, row_ms / len(rows))
+    k = num_draft_tokens or self._choices[-1]
+    return Choice(k, max_rounds, token_prices, by_cache)
 
-  def observe(self, call: Call) -> None:
+  def observe(self, result: RoundResult) -> None:
     """Updates the state after a call with the chosen K."""
     if not self.is_fixed and not self._is_mute:
-      call = dataclasses.replace(call, catch_up_ms=self._spent_ms)
-      if self._by_cache:
-        call = self._observe_cache(call)
-      drafted, costs = self.state.drafted, self._costs_at(self.state.drafted)
-      if self._by_survival and self.state.num_draft_tokens and call.rounds:
-        # A round takes as long as its longest proposal.
-        longest = max(call.judged) / call.rounds
-        kept = (1 - 1 / LENGTH_MEMORY) ** call.rounds
-        drafted = kept * drafted + (1 - kept) * longest
-        costs = self._costs_at(longest)
-      state = observe(self._choices, costs, self.state, call)
-      self.state = dataclasses.replace(state, drafted=drafted)
+      result = dataclasses.replace(result, catch_up_ms=self._spent_ms)
+      # A round takes as long as its longest proposal.
+      longest = max(result.judged) / max(result.rounds, 1)
+      state = observe(self._call_costs(longest), self.state, result)
+      if self._by_survival and state.num_draft_tokens:
+        weight = (1 - 1 / LENGTH_MEMORY) ** result.rounds
+        mean = weight * state.drafted + (1 - weight) * longest
+        state = dataclasses.replace(state, drafted=mean)
+      self.state = state
     self._spent_ms = 0.0
 
-  @property
-  def _by_cache(self) -> bool:
-    """Whether the cache drafts alone in the next call."""
-    return bool(self._table.cache_ms) and not self.state.num_draft_tokens
-
-  def _tries_cache(self, costs: RoundCosts, rows: Sequence[int]) -> bool:
-    """Whether drafting has paid for a probe of the cache alone."""
-    if not (self._table.cache_ms and self.state.is_drafting):
-      return False
-    alone, best = token_ms(self._choices, costs, self.state, rows)
-    # Afterwards the draft has to read what was emitted, about two chunks.
-    spent = costs.call_ms + 2 * costs.chunk_ms
-    spent += ROUNDS_PER_CALL * max(alone - best, 0.0)
-    return PROBE_SHARE * self.state.drafting_ms >= spent
-
-  def _observe_cache(self, call: Call) -> Call:
-    """Counts a call of the cache alone, and returns it as one that drafted nothing."""
-    running = sum(emitted > 0 for emitted in call.emitted)
-    tokens = sum(call.emitted) / max(running, 1)
-    longest = max(call.judged) / max(call.rounds, 1)
-    ms = call.rounds * np.interp(longest, self.candidates, self._table.cache_ms).item()
-    kept = (1 - 1 / MEMORY) ** tokens
-    self.state = dataclasses.replace(
-      self.state,
-      cache_ms=kept * self.state.cache_ms + ms,
-      cache_tokens=kept * self.state.cache_tokens + tokens,
+  def _call_costs(self, drafted: float) -> CallCosts:
+    """Costs of the candidates, if a round of the drafter drafts this many tokens."""
+    table, lengths = self._table, self.candidates
+    if self._by_survival:
+      lengths = (0, max(round(drafted), 1))
+    round_ms, *alone_ms = self._round_ms
+    return CallCosts(
+      self._choices,
+      lengths,
+      tuple(np.interp(lengths, self.candidates, round_ms).tolist()),
+      table.chunk_ms,
+      table.prefill_ms,
+      table.call_ms,
+      *(np.interp(drafted, self.candidates, ms).item() for ms in alone_ms),
     )
-    nothing = (0,) * len(call.judged)
-    return dataclasses.replace(call, judged=nothing, accepted=nothing)
-
-  def _costs_at(self, drafted: float) -> RoundCosts:
-    """The table; or a token while the draft rests, and a round of `drafted` tokens."""
-    table, state = self._table, self.state
-    if not self._by_survival:
-      return table
-    length = max(round(drafted), 1)
-    plain, ms = np.interp((0, length), self.candidates, table.round_ms).tolist()
-    if table.cache_ms:
-      # What a token takes with the cache alone. Until that has been observed, it counts
-      # as a plain step.
-      plain = (KEPT * plain + state.cache_ms) / (KEPT + state.cache_tokens)
-    return dataclasses.replace(
-      table, round_ms=(plain, ms), num_draft_tokens=(0, length), cache_ms=()
-    )
-
-  def _prices(self, token_ms: float) -> np.ndarray:
-    """Prices of all drafted tokens, if a token takes this long to be emitted."""
-    table, lengths = self._table, np.arange(self.candidates[-1] + 1)
-    round_ms = table.cache_ms if self._by_cache else table.round_ms
-    ms = np.interp(lengths, self.candidates, round_ms)
-    return np.maximum(np.diff(ms) / token_ms, LEAST_PRICE).astype(np.float32)
 
   def release(self, row: int, tokens: int) -> None:
     """Updates the state after a row's request ended with this many tokens."""
@@ -315,17 +299,14 @@ class Controller:
     """Returns the state that a checkpoint stores."""
     return {
       "state": dataclasses.asdict(self.state),
-      "costs": [[*key, dataclasses.asdict(table)] for key, table in self.costs.items()],
+      "costs": [[key, dataclasses.asdict(table)] for key, table in self.costs.items()],
       "spent_ms": self._spent_ms,
     }
 
   def from_json(self, saved: dict[str, Any]) -> None:
     """Continues from `to_json`."""
     self.state = ControllerState(**saved["state"])
-    self.costs = {
-      (bucket, is_sampled): RoundCosts(**table)
-      for bucket, is_sampled, table in saved["costs"]
-    }
+    self.costs = {bucket: RoundCosts(**table) for bucket, table in saved["costs"]}
     self._spent_ms = saved["spent_ms"]
 
 
@@ -351,8 +332,7 @@ def acceptance(state: ControllerState, row: int) -> float:
 
 
 def token_ms(
-  candidates: Sequence[int],
-  costs: RoundCosts,
+  costs: CallCosts,
   state: ControllerState,
   rows: Sequence[int],
   doubt: float = 0.0,
@@ -362,8 +342,7 @@ def token_ms(
   Drafting also pays the draft's prefill of every request, spread over its tokens.
 
   Args:
-    candidates: the Ks, in the order of the table.
-    costs: table for this number of rows and bucket.
+    costs: costs of the candidates, for this number of rows and bucket.
     state: holds the running acceptance of every row.
     rows: the rows that hold requests.
     doubt: standard errors of the pooled acceptance that are added to each row's.
@@ -375,17 +354,16 @@ def token_ms(
     for row in rows
   ]
   prefill = costs.prefill_ms * len(rows) * state.requests / state.tokens
-  found = []
-  lengths = costs.num_draft_tokens or candidates
-  for num_draft_tokens, ms in zip(lengths, costs.round_ms, strict=True):
+  times = [costs.resting_ms(state)]
+  lengths = zip(costs.num_draft_tokens[1:], costs.round_ms[1:], strict=True)
+  for num_draft_tokens, ms in lengths:
     tokens = sum(expected_tokens(rate, num_draft_tokens) for rate in rates)
-    found.append(ms * len(rates) / tokens + (prefill if num_draft_tokens else 0.0))
-  return found
+    times.append(ms * len(rates) / tokens + prefill)
+  return times
 
 
 def choose(
-  candidates: Sequence[int],
-  costs: RoundCosts,
+  costs: CallCosts,
   state: ControllerState,
   rows: Sequence[int],
   catch_up_ms: float = 0.0,
@@ -393,20 +371,28 @@ def choose(
   """Returns the state with K of the next call.
 
   Args:
-    candidates: the Ks in ascending order, 0 first.
-    costs: table for this number of rows and bucket.
+    costs: costs of the candidates, for this number of rows and bucket.
     state: the state after the last call.
     rows: the rows that hold requests, at least one.
     catch_up_ms: cost of preparing the draft before it can draft again.
   """
-  plain, *drafting = token_ms(candidates, costs, state, rows)
-  best_ms, best = min(zip(drafting, candidates[1:], strict=True))
+  plain, *drafting = token_ms(costs, state, rows)
+  best_ms, best = min(zip(drafting, costs.candidates[1:], strict=True))
   if state.is_drafting:
     # The way back is a probe, which has to be saved for. So drafting is given up only
     # if it loses at an acceptance one standard error above the observed one.
-    hoped = min(token_ms(candidates, costs, state, rows, DOUBT)[1:])
-    chosen = 0 if plain * (1 + MARGIN) < hoped else best
-    return dataclasses.replace(state, num_draft_tokens=chosen, probing=False)
+    hoped = min(token_ms(costs, state, rows, DOUBT)[1:])
+    if plain * (1 + MARGIN) < hoped:
+      return dataclasses.replace(state, num_draft_tokens=0, probing=False)
+    if costs.cache_ms is not None:
+      # Afterwards the draft has to read what was emitted, about two chunks.
+      spent = costs.call_ms + 2 * costs.chunk_ms
+      spent += ROUNDS_PER_CALL * max(plain - best_ms, 0.0)
+      if PROBE_SHARE * state.drafting_ms >= spent:
+        return dataclasses.replace(
+          state, num_draft_tokens=0, probing=True, drafting_ms=0.0
+        )
+    return dataclasses.replace(state, num_draft_tokens=best, probing=False)
   # The margin in both directions is hysteresis: without it noise would switch between
   # the modes, and each switch lets the draft catch up.
   if state.probing and best_ms * (1 + MARGIN) < plain:
@@ -415,41 +401,59 @@ def choose(
   loss = ROUNDS_PER_CALL * _probe_loss(costs, state, rows)
   probes = state.saved_ms >= catch_up_ms + costs.call_ms + loss
   return dataclasses.replace(
-    state, num_draft_tokens=candidates[1] if probes else 0, probing=probes
+    state, num_draft_tokens=costs.candidates[1] if probes else 0, probing=probes
   )
 
 
-def rounds(candidates: Sequence[int], costs: RoundCosts, state: ControllerState) -> int:
+def rounds(costs: CallCosts, state: ControllerState) -> int:
   """Returns the number of rounds of the next call; probes are short."""
   if state.probing:
     return ROUNDS_PER_CALL
-  round_ms = costs.round_ms[candidates.index(state.num_draft_tokens)]
   # If rounds are very short, more of them share the fixed cost of a call.
-  worthwhile = math.ceil(costs.call_ms / (CALL_SHARE * round_ms))
+  worthwhile = math.ceil(costs.call_ms / (CALL_SHARE * costs.of(state)))
   return max(ROUNDS_PER_CALL, worthwhile)
 
 
 def observe(
-  candidates: Sequence[int], costs: RoundCosts, state: ControllerState, call: Call
+  costs: CallCosts, state: ControllerState, result: RoundResult
 ) -> ControllerState:
   """Returns the state after a call with its K."""
-  decay = 1 - 1 / MEMORY
-  total = sum(call.judged)
+  decay, judged, accepted = 1 - 1 / MEMORY, result.judged, result.accepted
   if state.num_draft_tokens:
-    kept = [decay**judged for judged in call.judged]
-    pool = decay**total
+    weights = [decay**count for count in judged]
+    pool = decay ** sum(judged)
   else:
     # Evidence about the draft grows old while it does not draft.
-    kept = [decay**call.rounds] * len(call.judged)
-    pool = max(decay**call.rounds, min(1.0, KEPT / state.pool_judged))
+    weights = [decay**result.rounds] * len(judged)
+    pool = max(decay**result.rounds, min(1.0, KEPT / state.pool_judged))
+    judged = accepted = (0,) * len(judged)  # those of a cache say nothing about it
+    state = _observe_cache(costs, state, result)
+  spent = 0.0  # drafting since the cache alone was last tried
+  if state.is_drafting and not state.probing:
+    spent = state.drafting_ms + result.rounds * costs.of(state) + result.catch_up_ms
   return dataclasses.replace(
     state,
-    accepted=_decayed(state.accepted, kept, call.accepted),
-    judged=_decayed(state.judged, kept, call.judged),
-    pool_accepted=pool * state.pool_accepted + sum(call.accepted),
-    pool_judged=pool * state.pool_judged + total,
-    saved_ms=_saved(candidates, costs, state, call),
-    drafting_ms=_drafting_ms(candidates, costs, state, call),
+    accepted=_decayed(state.accepted, weights, accepted),
+    judged=_decayed(state.judged, weights, judged),
+    pool_accepted=pool * state.pool_accepted + sum(accepted),
+    pool_judged=pool * state.pool_judged + sum(judged),
+    saved_ms=_saved(costs, state, result),
+    drafting_ms=spent,
+  )
+
+
+def _observe_cache(
+  costs: CallCosts, state: ControllerState, result: RoundResult
+) -> ControllerState:
+  """Counts the time and the tokens of a call in which the cache drafted alone."""
+  if costs.cache_ms is None:
+    return state
+  tokens = _tokens_per_row(result)
+  weight = (1 - 1 / MEMORY) ** tokens
+  return dataclasses.replace(
+    state,
+    cache_ms=weight * state.cache_ms + result.rounds * costs.cache_ms,
+    cache_tokens=weight * state.cache_tokens + tokens,
   )
 
 
@@ -466,48 +470,39 @@ def release(state: ControllerState, row: int, tokens: int) -> ControllerState:
   )
 
 
-def _probe_loss(
-  costs: RoundCosts, state: ControllerState, rows: Sequence[int]
-) -> float:
+def _probe_loss(costs: CallCosts, state: ControllerState, rows: Sequence[int]) -> float:
   """Lower bound on the time that a round of a probe wastes."""
   tokens = sum(expected_tokens(acceptance(state, row), 1) for row in rows) / len(rows)
-  return max(costs.round_ms[1] - tokens * costs.round_ms[0], 0.0)
+  return max(costs.round_ms[1] - tokens * costs.resting_ms(state), 0.0)
 
 
-def _saved(
-  candidates: Sequence[int], costs: RoundCosts, state: ControllerState, call: Call
-) -> float:
+def _saved(costs: CallCosts, state: ControllerState, result: RoundResult) -> float:
   """Savings after a call: gains only repay debt, and do not pay for later losses."""
-  running = sum(emitted > 0 for emitted in call.emitted)
-  plain_ms = costs.round_ms[0] * sum(call.emitted) / max(running, 1)
+  resting_ms = costs.resting_ms(state)
+  plain_ms = resting_ms * _tokens_per_row(result)
   if not state.num_draft_tokens:
     return state.saved_ms + (0.0 if state.probing else PROBE_SHARE * plain_ms)
-  index = candidates.index(state.num_draft_tokens)
-  spent = call.rounds * costs.round_ms[index] + call.catch_up_ms
+  spent = result.rounds * costs.of(state) + result.catch_up_ms
   spent += costs.call_ms if state.probing else 0.0
   change = (1 + PROBE_SHARE) * plain_ms - spent
   # If gains could be saved, a long good phase would pay for a long bad one later.
   if change > 0:
     return max(state.saved_ms, min(state.saved_ms + change, 0.0))
   # Bounded debt: one expensive stretch must not prevent probes for ever.
-  floor = -DEBT * PROBE_SHARE * costs.round_ms[0]
+  floor = -DEBT * PROBE_SHARE * resting_ms
   return max(state.saved_ms + change, floor)
 
 
-def _drafting_ms(
-  candidates: Sequence[int], costs: RoundCosts, state: ControllerState, call: Call
-) -> float:
-  """Time of drafting after a call, since the cache alone was last tried."""
-  if not state.is_drafting or state.probing:
-    return 0.0
-  index = candidates.index(state.num_draft_tokens)
-  return state.drafting_ms + call.rounds * costs.round_ms[index] + call.catch_up_ms
+def _tokens_per_row(result: RoundResult) -> float:
+  """Mean number of tokens that the rows in use emitted."""
+  running = sum(emitted > 0 for emitted in result.emitted)
+  return sum(result.emitted) / max(running, 1)
 
 
 def _decayed(
-  counts: Sequence[float], kept: Sequence[float], new: Sequence[int]
+  counts: Sequence[float], weights: Sequence[float], new: Sequence[int]
 ) -> tuple[float, ...]:
-  return tuple(c * k + n for c, k, n in zip(counts, kept, new, strict=True))
+  return tuple(c * w + n for c, w, n in zip(counts, weights, new, strict=True))
 
 
 def _without(counts: Sequence[float], row: int) -> tuple[float, ...]:

@@ -26,28 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
+from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import accept, drafters, sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.engine import measurement, steps
-from osd_jax.engine.controller import Call, Choice, Controller
-from osd_jax.engine.requests import (
-  AdaptiveConfig,
-  DecodingConfig,
-  Finished,
-  Request,
-  SamplingConfig,
-  in_order,
-)
+from osd_jax.engine.controller import Choice, Controller, RoundResult
+from osd_jax.engine.requests import DecodingConfig, Finished, Request, in_order
 from osd_jax.engine.steps import PaddedPrompt, PromptBatch
-
-__all__ = [
-  "AdaptiveConfig",
-  "DecodingConfig",
-  "Engine",
-  "Finished",
-  "Request",
-  "SamplingConfig",
-]
 
 # Rounds of a call while a caller watches a request's text, or may submit another one.
 # Where a round takes milliseconds, the host's work between calls is a part of the time.
@@ -80,8 +65,8 @@ class Slot:
     return {"tag": self.request.tag, **{name: getattr(self, name) for name in names}}
 
 
-class Progress(NamedTuple):
-  """Progress of the rows, read back after a call; all [B] int32 but the tokens.
+class RowProgress(NamedTuple):
+  """RowProgress of the rows, read back after a call; all [B] int32 but the tokens.
 
   Attributes:
     tokens: [B, N] int32, the emitted tokens, valid to `length`.
@@ -104,14 +89,14 @@ class Progress(NamedTuple):
 
 def read_progress(
   state: state_lib.DecodeState, drafter: drafters.Drafter | None
-) -> Progress:
+) -> RowProgress:
   """Reads the progress back; waits for the call that made the state."""
   counters = state.counters
   # Without a draft the field is not used; the length saves a second kind of state.
   fed = state.length if drafter is None else drafter.fed(state.draft_cache)
-  counted = counters.rounds, counters.drafted, counters.accepted
-  read = jax.device_get((state.tokens, state.stop_reason, state.length, fed, *counted))
-  return Progress(*map(np.array, read))
+  counts = counters.rounds, counters.drafted, counters.accepted
+  values = jax.device_get((state.tokens, state.stop_reason, state.length, fed, *counts))
+  return RowProgress(*map(np.array, values))
 
 
 class Engine:
@@ -125,6 +110,7 @@ class Engine:
     served: prepared parameters.
     shortlist: [N] int32, the tokens that the draft's output head covers; None: all.
     draft_version: version of the draft that serves.
+    controller: chooses K before each call.
     submitted: requests so far, in all sessions of a run that continues.
     expecting: more requests may come soon, so calls are short.
     watched_rounds: rounds of such a call, and while a request's text is watched.
@@ -185,9 +171,9 @@ class Engine:
         self.shortlist = np.arange(draft.shortlist, dtype=np.int32)
       self._prepare_draft_params(draft_params)
     widths = self.spec.widths
-    self._controller = Controller(config, draft is not None, by_survival=bool(widths))
+    self.controller = Controller(config, draft is not None, by_survival=bool(widths))
     self._warm: set[int] = set()  # buckets whose calls are compiled and measured
-    self._tables = measurement.RoundTables()
+    self._budget = measurement.SharedBudget()
     self._waiting: deque[tuple[int, Request]] = deque()
     self.submitted = 0
     # Whether noise depends on a request's number, too: from when on drafts may depend
@@ -195,7 +181,7 @@ class Engine:
     rule = accept.resolve(config.acceptance_rule)
     self._may_be_numbered = draft is not None and not rule.coupled
     self._is_numbered = self._may_be_numbered and (
-      self._memory is not None or not self._controller.is_fixed
+      self._memory is not None or not self.controller.is_fixed
     )
     self.watched_rounds = WATCHED_ROUNDS
     self.report: Callable[[str], object] = lambda text: None
@@ -212,9 +198,14 @@ class Engine:
     return len(self._waiting) + len(self._occupied())
 
   @property
+  def measured(self) -> dict[int, RoundCosts]:
+    """Costs that were measured for the choice of K, by bucket."""
+    return self._budget.tables
+
+  @property
   def candidates(self) -> tuple[int, ...]:
     """Every K that a call may have, ascending."""
-    return self._controller.candidates
+    return self.controller.candidates
 
   def swap(
     self,
@@ -342,14 +333,14 @@ class Engine:
     if not rows:
       return []
     started = time.perf_counter()
-    chosen, max_rounds = self._choose(rows)
+    choice, max_rounds = self._choose(rows)
     self._state = steps.advance(
-      self._resting if chosen.by_cache else self.spec,
-      chosen.num_draft_tokens,
+      self._resting if choice.by_cache else self.spec,
+      choice.num_draft_tokens,
       self.served,
       np.int32(max_rounds),
       self._state,
-      chosen.prices,
+      choice.prices,
     )
     ended = self._observe(rows)
     spent = (time.perf_counter() - started) * 1e3
@@ -358,17 +349,8 @@ class Engine:
       slot.milliseconds += spent / len(rows)
     return self._collect(ended)
 
-  def run(
-    self,
-    requests: Sequence[Request],
-    on_finished: Callable[[Finished], object] = lambda done: None,
-  ) -> list[Finished]:
-    """Answers all requests; returns the results in order, or raises before the first.
-
-    Args:
-      requests: requests of any number; they wait for free rows.
-      on_finished: called as each one finishes, for progress.
-    """
+  def run(self, requests: Sequence[Request]) -> list[Finished]:
+    """Answers all requests in order, or raises before the first; see `Server.run`."""
     # Checked first, so that a bad request fails before any other is answered.
     for request in requests:
       self.check(request)
@@ -376,9 +358,7 @@ class Engine:
       self.submit(request)
     answers: list[Finished] = []
     while self.in_flight:
-      for done in self.step():
-        on_finished(done)
-        answers.append(done)
+      answers += self.step()
     return in_order(requests, answers)
 
   def clear(self) -> None:
@@ -389,8 +369,8 @@ class Engine:
     self._bucket = 0
     self._state: state_lib.DecodeState | None = None
     zeros = np.zeros(self.config.rows, np.int32)
-    self._progress = Progress(*(zeros.copy() for _ in Progress._fields))
-    self._controller.reset()
+    self._progress = RowProgress(*(zeros.copy() for _ in RowProgress._fields))
+    self.controller.reset()
 
   def warm_up(self) -> list[Finished]:
     """Compiles the calls of every bucket, so that no request waits for a compilation.
@@ -433,7 +413,7 @@ class Engine:
       "waiting": [[number, request.tag] for number, request in self._waiting],
       "submitted": self.submitted,
       "is_numbered": self._is_numbered,
-      "controller": self._controller.to_json(),
+      "controller": self.controller.to_json(),
     }
 
   def structure(self, host: dict[str, Any]) -> Any:
@@ -470,10 +450,10 @@ class Engine:
     for number, saved in enumerate(host["slots"]):
       if saved is not None:
         request = request_of(saved["tag"])
-        kept = {name: value for name, value in saved.items() if name != "tag"}
+        fields = {name: value for name, value in saved.items() if name != "tag"}
         prompt = self._padded(request, saved["number"])
-        self._slots[number] = Slot(request, prompt, **kept)
-    self._controller.from_json(host["controller"])
+        self._slots[number] = Slot(request, prompt, **fields)
+    self.controller.from_json(host["controller"])
     if self._state is not None:
       self._progress = read_progress(self._state, self.spec.drafter)
 
@@ -502,12 +482,12 @@ class Engine:
       if steps.defer_prefill(len(free), len(self._waiting), rows, parts):
         return
       self._fit_bucket()
-      taken = {}
+      slots = {}
       for number in steps.first_free_slots(free, rows, parts):
         if self._waiting and self._bucket_of(self._waiting[0][1]) <= self._bucket:
           place, request = self._waiting.popleft()
-          taken[number] = Slot(request, self._padded(request, place), place)
-      self._prefill(taken)
+          slots[number] = Slot(request, self._padded(request, place), place)
+      self._prefill(slots)
 
   def _bucket_of(self, request: Request) -> int:
     return self.config.bucket(len(request.tokens))
@@ -535,7 +515,7 @@ class Engine:
       {0: prompt}, bucket, self.config.rows, self.spec.parts
     )
     state = steps.insert(self.spec, self.served, state, batch)
-    if not self._controller.is_fixed:
+    if not self.controller.is_fixed:
       steps.insert_undrafted(self.spec, self.served, state, batch)
 
   def _warm_up_swap(self) -> None:
@@ -551,13 +531,12 @@ class Engine:
 
     A fixed K needs neither: the first request compiles all there is.
     """
-    controller = self._controller
+    controller = self.controller
     if controller.is_fixed or bucket in self._warm:
       return
     self._warm.add(bucket)
-    arguments = (self.spec, controller.candidates, self.served, bucket)
-    if (bucket, False) in controller.costs:
-      measurement.warm_up(*arguments)
+    if bucket in controller.costs:
+      measurement.warm_up(self.spec, controller.candidates, self.served, bucket)
       return
     if jax.process_count() > 1:
       raise base.InputError(
@@ -565,31 +544,30 @@ class Engine:
         " because several processes serve together: their own measurements would"
         " differ, and they would choose different Ks."
       )
-    greedy, sampled = self._tables.measure(*arguments, self.report)
-    controller.costs |= {(bucket, False): greedy, (bucket, True): sampled}
+    controller.costs[bucket] = self._budget.measure(self, bucket, self.report)
 
-  def _prefill(self, taken: Mapping[int, Slot]) -> None:
+  def _prefill(self, slots: Mapping[int, Slot]) -> None:
     """Prefills requests into their slots, in one call."""
     started = time.perf_counter()
     assert self._state is not None
     # A short prompt costs no more next to a long one in flight.
-    bucket = max(self._bucket_of(slot.request) for slot in taken.values())
-    (batch,) = self._batches(taken, bucket)
-    drafts = self.spec.drafter is None or self._controller.is_drafting
-    if not self._controller.is_fixed:
-      drafts = drafts and any(slot.request.speculative for slot in taken.values())
+    bucket = max(self._bucket_of(slot.request) for slot in slots.values())
+    (batch,) = self._batches(slots, bucket)
+    drafts = self.spec.drafter is None or self.controller.state.is_drafting
+    if not self.controller.is_fixed:
+      drafts = drafts and any(slot.request.speculative for slot in slots.values())
     # An idle draft is prefilled when it drafts again, if the request is then in flight.
     insert = steps.insert if drafts else steps.insert_undrafted
     state = insert(self.spec, self.served, self._state, batch)
     if drafts:
-      is_priced = (bucket, False) in self._controller.costs
-      self._controller.charge_prefill(bucket if is_priced else self._bucket)
+      is_priced = bucket in self.controller.costs
+      self.controller.charge_prefill(bucket if is_priced else self._bucket)
     self._state = state
     # Without waiting, the time of the prefill would be charged to the next call.
     jax.block_until_ready(state.length)
     spent = (time.perf_counter() - started) * 1e3
-    for number, slot in taken.items():
-      slot.milliseconds = slot.prefill_ms = spent / len(taken)
+    for number, slot in slots.items():
+      slot.milliseconds = slot.prefill_ms = spent / len(slots)
       slot.lacks_draft = not drafts
       self._slots[number] = slot
       # `_observe` subtracts the previous progress, which belongs to another request.
@@ -608,21 +586,21 @@ class Engine:
     is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
     undrafted = [number for number, slot in rows if not slot.request.speculative]
     numbers = [number for number, _ in rows]
-    chosen = self._controller.choose(
+    choice = self.controller.choose(
       self._bucket, is_sampled, numbers, chunks, prefills, undrafted
     )
-    if chosen.num_draft_tokens and not chosen.by_cache and (chunks or prefills):
+    if choice.num_draft_tokens and not choice.by_cache and (chunks or prefills):
       self._prepare_draft(rows)
     is_short = self.expecting or any(slot.request.watch for _, slot in rows)
     # The shortest limit wins: a streamed text should not wait for the longest call that
     # the controller would choose.
     watched = self.watched_rounds if is_short else None
-    limits = (self.config.max_rounds, chosen.max_rounds, watched)
-    return chosen, min(limit for limit in limits if limit is not None)
+    limits = (self.config.max_rounds, choice.max_rounds, watched)
+    return choice, min(limit for limit in limits if limit is not None)
 
   def _missing(self, rows: list[tuple[int, Slot]]) -> tuple[int, int]:
     """Chunks and prefill calls that the draft needs before it can draft."""
-    if self._controller.is_fixed:
+    if self.controller.is_fixed:
       return 0, 0  # it drafts in every call, or in none
     lacking = {number: slot for number, slot in rows if slot.lacks_draft}
     prefills = len(list(self._batches(lacking, self._bucket)))
@@ -646,16 +624,12 @@ class Engine:
     assert self._state is not None
     before = self._progress
     self._progress = after = read_progress(self._state, self.spec.drafter)
-    done = {
-      name: getattr(after, name) - getattr(before, name)
-      for name in ("rounds", "length", "drafted", "accepted")
-    }
-    self._controller.observe(
-      Call(
-        rounds=int(done["rounds"].max()),
-        emitted=tuple(done["length"].tolist()),
-        judged=tuple(done["drafted"].tolist()),
-        accepted=tuple(done["accepted"].tolist()),
+    self.controller.observe(
+      RoundResult(
+        rounds=int((after.rounds - before.rounds).max()),
+        emitted=tuple((after.length - before.length).tolist()),
+        judged=tuple((after.drafted - before.drafted).tolist()),
+        accepted=tuple((after.accepted - before.accepted).tolist()),
       )
     )
     return [
@@ -713,7 +687,7 @@ class Engine:
       lambda leaf: leaf[0], jax.device_get((batch.target, *figures))
     )
     # The next request in this row starts without the acceptance of this one.
-    self._controller.release(number, int(length))
+    self.controller.release(number, int(length))
     return Finished(
       request=slot.request,
       tokens=tokens[:length],

@@ -2,9 +2,8 @@
 
 Calls are the ones that serve: prefill, rounds of every K with acceptance and records,
 the steps that rounds consist of, and updates. They run on a made-up prompt, in turn,
-and nothing that serves or learns changes. Greedy and sampled rows have tables of their
-own: with 32,128 tokens to draw from, sampled rounds of a small target take a quarter
-longer.
+and nothing that serves or learns changes. Greedy and sampled rows are timed apart: with
+32,128 tokens to draw from, sampled rounds of a small target take a quarter longer.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +28,39 @@ from osd_jax.engine import steps
 from osd_jax.engine.requests import DecodingConfig, SamplingConfig
 from osd_jax.engine.steps import PaddedPrompt, PromptBatch
 
+if TYPE_CHECKING:
+  from osd_jax.engine.engine import Engine
+
 CALL_SECONDS, UPDATE_SECONDS = 4.0, 4.0  # budgets; together under 10 seconds
 CALL_MS, MOST_ROUNDS = 10.0, 8  # rounds of a timed call: until it takes this long
 TEMPERATURES = (0.0, 1.0)  # of greedy and of sampled rows
 STEPS = 4  # in a timed loop of single steps
+STEP_SHARE = 0.25  # of a run's budget for calls that single steps get
 TOKENS_PER_REQUEST, TOKENS_PER_ROUND = 24, 2  # assumed, to say when an update is due
 
 
 def clock() -> float:
   """Seconds; tests replace it."""
   return time.perf_counter()
+
+
+def measure(
+  engine: "Engine",
+  bucket: int,
+  seconds: float = CALL_SECONDS,
+  sampling: SamplingConfig | None = None,
+  is_plain: bool = False,
+) -> RoundCosts:
+  """Compiles and measures the rounds of an idle engine; what it holds does not change.
+
+  Args:
+    engine: its rows, its Ks and its prepared parameters are used.
+    bucket: source length of the prompts.
+    seconds: the budget, without compiling.
+    sampling: of all requests; None measures greedy and sampled rows.
+    is_plain: measures plain decoding without records instead.
+  """
+  return _Rows(engine, bucket, sampling, is_plain).costs(seconds)
 
 
 def warm_up(
@@ -67,63 +89,36 @@ def warm_up(
   return state
 
 
-class RoundTables:
-  """Tables for the controller of K, measured when a bucket is first used.
+class SharedBudget:
+  """Measures the rounds of each bucket of an engine once, within one budget.
 
-  All buckets share one budget. The first gets at most half of it, the next half of the
-  rest, and so on; one that would exceed the budget takes the nearest bucket's table.
+  The first bucket gets at most half of the budget, the next half of the rest, and so
+  on; one that would exceed it takes the table of the nearest bucket.
+
+  Attributes:
+    tables: the measured costs by bucket.
   """
 
   def __init__(self, seconds: float = 2 * CALL_SECONDS):
-    self._left, self._last = seconds, 0.0
-    self._found: dict[int, tuple[RoundCosts, RoundCosts]] = {}
+    """Measures nothing yet."""
+    self.tables: dict[int, RoundCosts] = {}
+    self._remaining, self._last = seconds, 0.0
 
   def measure(
-    self,
-    spec: DecodeSpec,
-    candidates: Sequence[int],
-    served: steps.Served,
-    bucket: int,
-    report: Callable[[str], object],
-  ) -> tuple[RoundCosts, RoundCosts]:
-    """Compiles a bucket's calls; returns the tables of greedy and of sampled rows."""
+    self, engine: "Engine", bucket: int, report: Callable[[str], object]
+  ) -> RoundCosts:
+    """Compiles a bucket's calls and returns their costs."""
     report(f"Compiling rounds for prompts of {bucket} tokens ...")
-    rows = _Rows(spec, candidates, served, bucket)
-    if self._left < self._last:
-      return self._found[min(self._found, key=lambda other: abs(other - bucket))]
-    seconds = self._left / 2
+    rows = _Rows(engine, bucket)
+    if self._remaining < self._last:
+      return self.tables[min(self.tables, key=lambda other: abs(other - bucket))]
+    seconds = self._remaining / 2
     report(f"Measuring rounds for prompts of {bucket} tokens, at most {seconds:.1f} s.")
     started = clock()
-    found = measure_lib.interleaved(rows.calls(TEMPERATURES), seconds, clock)
+    self.tables[bucket] = rows.costs(seconds)
     self._last = clock() - started
-    self._left -= self._last
-    greedy, sampled = (rows.table(found, temperature) for temperature in TEMPERATURES)
-    self._found[bucket] = greedy, sampled
-    return greedy, sampled
-
-
-def plain_tables(
-  engine: Any, seconds: float
-) -> dict[int, tuple[RoundCosts, RoundCosts]]:
-  """Measures plain decoding with as many rows as an engine has; compiles its calls.
-
-  Args:
-    engine: an engine that is idle. What it holds does not change.
-    seconds: budget of all buckets together, without compiling.
-
-  Returns:
-    For each bucket, the costs of greedy and of sampled rows.
-  """
-  spec = dataclasses.replace(engine.spec, record_top_k=0, drafter=None)
-  served, buckets = steps.Served(engine.served.target), engine.config.source_lengths
-  found = {}
-  for bucket in buckets:
-    rows = _Rows(spec, (0,), served, bucket)
-    calls = rows.calls(TEMPERATURES)
-    times = measure_lib.interleaved(calls, seconds / len(buckets), clock)
-    greedy, sampled = (rows.table(times, temperature) for temperature in TEMPERATURES)
-    found[bucket] = greedy, sampled
-  return found
+    self._remaining -= self._last
+    return self.tables[bucket]
 
 
 class _Rows:
@@ -131,18 +126,23 @@ class _Rows:
 
   def __init__(
     self,
-    spec: DecodeSpec,
-    candidates: Sequence[int],
-    served: steps.Served,
+    engine: "Engine",
     bucket: int,
-    settings: base.SamplingSettings | None = None,
+    sampling: SamplingConfig | None = None,
+    is_plain: bool = False,
   ):
-    """Compiles all calls."""
-    self._spec, self._candidates, self._served = spec, tuple(candidates), served
-    # The n-gram cache of a mixture alone, if the draft can rest.
-    resting = spec.resting if 0 in candidates else spec
-    self._cache = resting if resting.drafter not in (None, spec.drafter) else None
-    self.state = warm_up(spec, candidates, served, bucket, settings)
+    """Compiles all calls; the arguments are those of `measure`."""
+    spec, served, self._candidates = engine.spec, engine.served, engine.candidates
+    if is_plain:
+      spec = dataclasses.replace(spec, record_top_k=0, drafter=None)
+      served, self._candidates = steps.Served(served.target), (0,)
+    self._spec, self._served = spec, served
+    settings = sampling and sampling.settings(spec.target_length)
+    self._temperatures = TEMPERATURES if sampling is None else (sampling.temperature,)
+    self._specs = [spec]  # by source, as in `RoundCosts.round_ms`
+    if 0 in self._candidates and spec.resting.drafter not in (None, spec.drafter):
+      self._specs.append(spec.resting)
+    self.state = warm_up(spec, self._candidates, served, bucket, settings)
     self._batch = next(_made_up(spec, bucket, settings))
     # On one CPU, rows without a request take hardly any time.
     is_one_cpu = native.forms() and spec.partitioner is None
@@ -150,81 +150,79 @@ class _Rows:
     # Short steps are timed in longer calls, so that the clock and the call itself
     # matter less. A model with steps of 100 ms gets single rounds.
     self.max_rounds = 1
-    self._base: tuple[float, int] = (0.0, spec.rows)  # see `calls`
     self._idle: list[float] = []  # milliseconds of calls without rounds
-    for num_draft_tokens in candidates:
-      self.rounds(num_draft_tokens, 0.0)  # compiles what rewinding needs
-    step_ms = self.rounds(candidates[0], 0.0)
+    for num_draft_tokens in self._candidates:
+      self.rounds(num_draft_tokens)  # compiles what rewinding needs
+    step_ms = self.rounds(self._candidates[0])
     self.max_rounds = int(np.clip(math.ceil(CALL_MS / step_ms), 1, MOST_ROUNDS))
 
-  def calls(self, temperatures: Sequence[float]) -> dict[Any, Callable[[], float]]:
+  def costs(self, seconds: float) -> RoundCosts:
+    """Times all calls within a budget and returns their table."""
+    times = measure_lib.interleaved(self._calls(), seconds, clock)
+    return RoundCosts(
+      round_ms=self._round_ms(times).tolist(),
+      # Both calls rewind and return, so only the feeding remains in the difference.
+      chunk_ms=max(times.get("chunk", 0.0) - times.get("nothing", 0.0), 0.0),
+      prefill_ms=times.get("prefill", 0.0),
+      call_ms=times["idle"],
+      num_draft_tokens=self._candidates,
+      rows=self._spec.rows,
+      request_ms=times["insert"] + times["idle"] / self._spec.rows,
+    )
+
+  def _calls(self) -> dict[Any, Callable[[], float]]:
     """Returns the calls to time by name; a call returns its milliseconds."""
     spec, served = self._spec, self._served
-    timed: dict[Any, Callable[[], float]] = {"idle": self.idle, "insert": self.insert}
-    self._base = temperatures[0], spec.rows
-    for temperature, in_use in itertools.product(temperatures, self._in_use):
-      rounds = functools.partial(self.rounds, temperature=temperature, in_use=in_use)
-      for k in self._timed_with(temperature, in_use):
-        timed[k, temperature, in_use] = functools.partial(rounds, k)
-        if self._cache is not None and k:
-          timed["cache", k, temperature, in_use] = functools.partial(
-            rounds, k, spec=self._cache
+    calls: dict[Any, Callable[[], float]] = {"idle": self.idle, "insert": self.insert}
+    for source, temperature, in_use in self._axes():
+      for k in self._timed_ks(temperature, in_use):
+        if k or not source:  # a plain step has no source
+          calls[source, temperature, in_use, k] = functools.partial(
+            self.rounds, k, temperature, in_use, source
           )
     if spec.draft is not None and 0 in self._candidates:
       lag = min(drafters.CHUNK + 1, spec.target_length)
-      timed["nothing"] = functools.partial(self.feed, 0)
-      timed["chunk"] = functools.partial(self.feed, lag)
+      calls["nothing"] = functools.partial(self.feed, 0)
+      calls["chunk"] = functools.partial(self.feed, lag)
       prefill = lambda state: steps.prefill_draft(spec, served, state, self._batch)
-      timed["prefill"] = functools.partial(self._timed, prefill)
-    return timed
+      calls["prefill"] = functools.partial(self._timed, prefill)
+    return calls
 
-  def _timed_with(self, temperature: float, in_use: int) -> tuple[int, ...]:
-    """The Ks that are timed: all for the first temperature and all rows, else two.
+  def _axes(self) -> Iterator[tuple[int, float, int]]:
+    """Yields (source, temperature, rows in use), the axes of the table before K."""
+    sources = range(len(self._specs))
+    return itertools.product(sources, self._temperatures, self._in_use)
 
-    What sampling costs, and what fewer rows save, grows evenly with K.
+  def _timed_ks(self, temperature: float, in_use: int) -> tuple[int, ...]:
+    """Returns the Ks to time: all for the first temperature and all rows, else two.
+
+    The cost of sampling, and the saving of fewer rows, grow evenly with K.
     """
-    if (temperature, in_use) == self._base:
+    if (temperature, in_use) == (self._temperatures[0], self._spec.rows):
       return self._candidates
     return tuple(sorted({self._candidates[0], self._candidates[-1]}))
 
-  def table(self, found: Mapping[Any, float], temperature: float) -> RoundCosts:
-    """Makes the table from typical times of `calls`."""
+  def _round_ms(self, times: Mapping[Any, float]) -> np.ndarray:
+    """Returns the typical times of `_calls` as [source, sampled, rows, K]."""
+
+    def timed(source: int, temperature: float, in_use: int) -> np.ndarray:
+      ks = self._timed_ks(temperature, in_use)
+      return np.asarray([times[source if k else 0, temperature, in_use, k] for k in ks])
+
+    rows = []
+    for source, temperature, in_use in self._axes():
+      ks = self._timed_ks(temperature, in_use)
+      base_ms = timed(source, self._temperatures[0], self._spec.rows)
+      more = timed(source, temperature, in_use) - np.interp(
+        ks, self._candidates, base_ms
+      )
+      rows.append(base_ms + np.interp(self._candidates, ks, more))
+    shape = len(self._specs), len(self._temperatures), len(self._in_use), -1
     # The difference of two noisy times may be negative, and a cost of 0 would make a
-    # division by it infinite.
-    plain, spec = self._candidates[0], self._spec
-
-    def timed(kind: Sequence[str], degrees: float, in_use: int) -> np.ndarray:
-      """The times of the Ks that were timed at a temperature with some rows."""
-      later = self._timed_with(degrees, in_use)[1:]
-      ms = [found[*kind, k, degrees, in_use] for k in later]
-      return np.asarray([found[plain, degrees, in_use], *ms])
-
-    def rounds(in_use: int, *kind: str) -> tuple[float, ...]:
-      numbers = self._timed_with(temperature, in_use)
-      base_ms, own_ms = timed(kind, *self._base), timed(kind, temperature, in_use)
-      more = own_ms - np.interp(numbers, self._candidates, base_ms)
-      ms = base_ms + np.interp(self._candidates, numbers, more)
-      # More draft tokens cost no less: noise that says otherwise is evened out.
-      return tuple(np.maximum.accumulate(np.maximum(ms, 1e-3)).tolist())
-
-    def of_cache(in_use: int) -> tuple[float, ...]:
-      return () if self._cache is None else rounds(in_use, "cache")
-
-    lone = {}
-    if len(self._in_use) > 1:
-      lone = {"lone_ms": rounds(1), "lone_cache_ms": of_cache(1)}
-    return RoundCosts(
-      round_ms=rounds(spec.rows),
-      cache_ms=of_cache(spec.rows),
-      **lone,
-      # Both calls rewind and return, so only the feeding remains in the difference.
-      chunk_ms=max(found.get("chunk", 0.0) - found.get("nothing", 0.0), 0.0),
-      prefill_ms=found.get("prefill", 0.0),
-      call_ms=found["idle"],
-      num_draft_tokens=self._candidates,
-      rows=spec.rows,
-      request_ms=found["insert"] + found["idle"] / spec.rows,
-    )
+    # division by it infinite. More draft tokens cost no less, either: noise that says
+    # otherwise is evened out.
+    ms = np.maximum.accumulate(np.maximum(rows, 1e-3), axis=-1)
+    return ms.reshape(shape)
 
   def idle(self) -> float:
     """Times a call without rounds."""
@@ -235,17 +233,17 @@ class _Rows:
   def rounds(
     self,
     num_draft_tokens: int,
-    temperature: float,
-    spec: DecodeSpec | None = None,
+    temperature: float = 0.0,
     in_use: int | None = None,
+    source: int = 0,
   ) -> float:
-    """Times a round of the first rows, of another spec if one is given."""
+    """Times a round of the first rows."""
     self._rewind(0, temperature, in_use)
     before = np.asarray(self.state.counters.rounds)
-    spent = self._advance(num_draft_tokens, self.max_rounds, spec)
+    spent = self._advance(num_draft_tokens, self.max_rounds, self._specs[source])
     # A row may finish, which ends the call, so the rounds are counted.
-    ran = int(np.max(self.state.counters.rounds - before))
-    return (spent - float(np.median(self._idle or 0.0))) / max(ran, 1)
+    count = int(np.max(self.state.counters.rounds - before))
+    return (spent - float(np.median(self._idle or 0.0))) / max(count, 1)
 
   def insert(self) -> float:
     """Times the prefill of a row; a call prefills one in every part."""
@@ -329,36 +327,36 @@ def _rewound(
 # --- A run's costs ------------------------------------------------------------------
 
 
-def measure(
+def measure_run(
   server: Any,
   bucket: int,
   learn: bool,
-  sampled: SamplingConfig,
+  sampling: SamplingConfig,
   report: Callable[[str], object] = lambda text: None,
 ) -> Costs:
   """Measures the costs of a server that is warm and idle.
+
+  Rounds that the engine has measured already are not measured again.
 
   Args:
     server: a server with a draft. What it holds does not change.
     bucket: source length of the requests.
     learn: whether updates are measured too; the draft does not change.
-    sampled: sampling of the run's requests.
+    sampling: sampling of the run's requests.
     report: called with each progress line.
   """
   report("Measuring costs on this machine: calls, at most 4 s ...")
-  engine, pair, config = server.engine, server.pair, server.engine.config
-  settings = sampled.settings(config.target_length)
-  rows = _Rows(engine.spec, engine.candidates, engine.served, bucket, settings)
-  calls = rows.calls((sampled.temperature,))
-  models = pair.target, pair.target_params, pair.draft, pair.draft_params
+  engine, config = server.engine, server.engine.config
+  rows, online = _Rows(engine, bucket, sampling), engine.measured.get(bucket)
+  if online is None:
+    online = rows.costs((1 - STEP_SHARE) * CALL_SECONDS)
   source = np.full((config.rows, bucket), base.EOS_ID, np.int32)
-  calls |= {("step", n): timed for n, timed in _loops(config, models, source).items()}
-  found = measure_lib.interleaved(calls, CALL_SECONDS, clock)
+  single = measure_steps(config, server.pair.models, source, STEP_SHARE * CALL_SECONDS)
   costs = Costs(
-    rows.table(found, sampled.temperature),
-    draft_ms=found["step", "draft"],
-    step_ms=found["step", "plain"],
-    verify_ms=found["step", "verify"],
+    online.flat(sampling.needs_sampling),
+    draft_ms=single["draft_step_ms"],
+    step_ms=single["plain_step_ms"],
+    verify_ms=single["verify_ms"],
   )
   if not learn:
     return costs
@@ -411,7 +409,10 @@ def _ms(call: Callable[[], object]) -> float:
 
 
 def measure_steps(
-  config: DecodingConfig, models: tuple[Any, ...], source: np.ndarray
+  config: DecodingConfig,
+  models: tuple[Any, ...],
+  source: np.ndarray,
+  seconds: float = CALL_SECONDS,
 ) -> dict[str, float]:
   """Measures a step of the draft, a step of the target, and a verification.
 
@@ -422,17 +423,18 @@ def measure_steps(
     config: its K and T are used.
     models: target, its trained parameters, draft, its trained parameters.
     source: [B, S] int32, the prompts to prefill.
+    seconds: the budget, without compiling.
 
   Returns:
     Milliseconds for all rows together, and their ratios to a plain step.
   """
-  found = measure_lib.interleaved(_loops(config, models, source), CALL_SECONDS, clock)
+  times = measure_lib.interleaved(_loops(config, models, source), seconds, clock)
   return {
-    "cost_ratio": found["draft"] / found["plain"],
-    "verify_ratio": found["verify"] / found["plain"],
-    "draft_step_ms": found["draft"],
-    "plain_step_ms": found["plain"],
-    "verify_ms": found["verify"],
+    "cost_ratio": times["draft"] / times["plain"],
+    "verify_ratio": times["verify"] / times["plain"],
+    "draft_step_ms": times["draft"],
+    "plain_step_ms": times["plain"],
+    "verify_ms": times["verify"],
   }
 
 

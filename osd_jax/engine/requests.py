@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from osd_jax import base
+from osd_jax import base, metrics
 from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import accept, sampling
 from osd_jax.decoding import state as state_lib
@@ -43,23 +43,23 @@ class AdaptiveConfig(base.Config):
 
   def checks(self):
     largest = state_lib.MAX_DRAFT_TOKENS
-    known = sorted(set(self.candidates) & set(range(largest + 1)))
+    allowed = sorted(set(self.candidates) & set(range(largest + 1)))
     return {
       "candidates": (
-        list(self.candidates) == known and known[:1] == [0] and len(known) > 1,
+        list(self.candidates) == allowed and allowed[:1] == [0] and len(allowed) > 1,
         f"0 and other integers up to {largest}, ascending",
       ),
       "costs": (
-        all(len(table.round_ms) == len(known) for table in self.costs),
+        all(table.ms.shape[-1] == len(allowed) for table in self.costs),
         "tables whose round_ms has one entry for each candidate",
       ),
     }
 
   def up_to(self, num_draft_tokens: int) -> "AdaptiveConfig":
     """Drops the candidates above K, and their costs."""
-    kept = sum(k <= num_draft_tokens for k in self.candidates)
-    costs = tuple(table.first(kept) for table in self.costs)
-    return dataclasses.replace(self, candidates=self.candidates[:kept], costs=costs)
+    candidates = tuple(k for k in self.candidates if k <= num_draft_tokens)
+    costs = tuple(table.of(candidates) for table in self.costs)
+    return dataclasses.replace(self, candidates=candidates, costs=costs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,11 +308,11 @@ class Prompt(base.Config):
     """
     if isinstance(given, cls):
       return given
-    known = {field.name for field in dataclasses.fields(cls)} - {"text"}
+    names = {field.name for field in dataclasses.fields(cls)} - {"text"}
     for name in settings:
-      if name not in known:
+      if name not in names:
         raise base.InputError(
-          f"generate: received a setting {name!r}, expected some of {sorted(known)}."
+          f"generate: received a setting {name!r}, expected some of {sorted(names)}."
         )
     # The index makes seeds differ, so that equal prompts of one call get independent
     # samples, and a repeated call the same ones.
@@ -414,7 +414,7 @@ class Finished:
     target_calls: number of verifications (plain decoding: steps).
     drafted: drafted tokens that were judged and could be emitted.
     accepted: drafted tokens that were accepted and emitted.
-    accepted_per_position: [8] rounds that accepted the i-th drafted token.
+    accepted_per_position: [16] rounds that accepted the i-th drafted token.
     milliseconds: wall time of its prefill and of its share of the calls.
     batch: the same as a `DistillationBatch` of one row; records are None if off.
     settings: [1] sampling it was decoded with.
@@ -482,7 +482,7 @@ class Answer:
   @property
   def tokens_per_target_call(self) -> float:
     """Block efficiency: emitted tokens per verification."""
-    return len(self.tokens) / max(self.target_calls, 1)
+    return metrics.tokens_per_target_call(len(self.tokens), self.target_calls) or 0.0
 
   def __repr__(self) -> str:
     return (
@@ -556,7 +556,7 @@ def in_order(
   requests: Sequence[Request], finished: Iterable[Finished]
 ) -> list[Finished]:
   """Returns results in the order of their requests; an object may be there twice."""
-  found: dict[int, deque[Finished]] = {}
+  answers: dict[int, deque[Finished]] = {}
   for done in finished:
-    found.setdefault(id(done.request), deque()).append(done)
-  return [found[id(request)].popleft() for request in requests]
+    answers.setdefault(id(done.request), deque()).append(done)
+  return [answers[id(request)].popleft() for request in requests]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base, pairs, sharding
+from osd_jax import base, metrics, pairs, sharding
 from osd_jax.distillation.learner import Learner, LearningConfig, Outcome
 from osd_jax.engine import agreement
 from osd_jax.engine.engine import Engine
@@ -68,13 +68,8 @@ class Statistics:
 
   @property
   def tokens_per_target_call(self) -> float:
-    """Block efficiency: emitted tokens per verification."""
-    return self.tokens / max(self.target_calls, 1)
-
-  @property
-  def draft_acceptance_rate(self) -> float:
-    """Accepted / drafted tokens."""
-    return self.accepted / max(self.drafted, 1)
+    """Block efficiency: emitted tokens per verification; 0 before the first answer."""
+    return metrics.tokens_per_target_call(self.tokens, self.target_calls) or 0.0
 
   @property
   def tokens_per_second(self) -> float:
@@ -151,9 +146,9 @@ class Server:
     self.statistics = Statistics()
     self._learning = learning
     self._learner: Learner | None = None
-    # The newest draft: parameters, version, shortlist. The learning thread sets it in
-    # one assignment; the serving thread swaps it in between two calls.
-    self._pending_draft: tuple[base.Params, int, Any] | None = None
+    # The learning thread sets it in one assignment; the serving thread swaps it in
+    # between two calls.
+    self._pending_draft: base.Draft | None = None
     self._is_closed = False
     self._process = os.getpid()
     self._answering = threading.Lock()  # held during a call, by whichever thread
@@ -202,8 +197,7 @@ class Server:
   @property
   def shortlist(self) -> Any:
     """[N] int32, the tokens that this draft's output head covers; None: all."""
-    pending = self._pending_draft
-    return self.engine.shortlist if pending is None else pending[2]
+    return (self._pending_draft or self.engine).shortlist
 
   @property
   def is_learning(self) -> bool:
@@ -268,14 +262,14 @@ class Server:
       Pieces that together are the answer's text.
     """
     request = self._request(0, prompt, settings, is_streamed=True)
-    _, given, text = request.tag
+    _, settled, text = request.tag
     with self._one_call(clears=True):
       for finished in self._serve([request]):
         # `watch` has read the tokens during the call; only the certain part is shown.
         piece = text.next_piece()
         for done in finished:
           piece += text.finish(done.tokens)[1]
-          if learn and given.learn:
+          if learn and settled.learn:
             self.learn(done)
         if piece:
           yield piece
@@ -392,9 +386,9 @@ class Server:
     """
     if not _teaches(done):
       return {}
-    known = {} if floor_overlap is None else {"floor": floor_overlap}
+    overlaps = {} if floor_overlap is None else {"floor": floor_overlap}
     return {
-      name: known[name] if name in known else self._overlap(params, done)
+      name: overlaps[name] if name in overlaps else self._overlap(params, done)
       for name, params in self.learner.rivals.items()
     }
 
@@ -461,10 +455,7 @@ class Server:
       raise base.InputError(
         "Server.serve_draft: this server decodes plainly, expected one with a draft."
       )
-    here, given = (
-      jax.tree.map(np.shape, tree) for tree in (self.pair.draft_params, params)
-    )
-    if here != given:
+    if _shapes(params) != _shapes(self.pair.draft_params):
       raise base.InputError(
         "Server.serve_draft: the shapes of the parameters differ from those of the"
         f" {self.pair.draft.name}; expected a draft of the same configuration."
@@ -479,10 +470,9 @@ class Server:
       self._learner.load(jax.tree.map(jnp.asarray, params))
       self._publish(None, background=True)
       return self._learner.version
-    pending, shortlist = self._pending_draft, self.shortlist
-    version = 1 + (self.engine.draft_version if pending is None else pending[1])
+    version = self._newest_version + 1
     self.pair = dataclasses.replace(self.pair, draft_params=params)
-    self._pending_draft = params, version, shortlist
+    self._pending_draft = base.Draft(params, version, self.shortlist)
     return version
 
   def clear_cache(self) -> None:
@@ -539,8 +529,13 @@ class Server:
   def swap_pending(self) -> None:
     """Swaps in the newest draft, on the serving thread."""
     pending = self._pending_draft
-    if pending is not None and pending[1] != self.engine.draft_version:
+    if pending is not None and pending.version != self.engine.draft_version:
       self.engine.swap(*pending)
+
+  @property
+  def _newest_version(self) -> int:
+    pending = self._pending_draft
+    return self.engine.draft_version if pending is None else pending.version
 
   def _parts(self, learns: bool = False) -> dict[str, Any]:
     """The parts that have a state."""
@@ -633,15 +628,15 @@ class Server:
     return request
 
   def _answer(self, done: Finished, learn: bool) -> Answer:
-    """Returns the answer of a finished request, after the draft has learnt from it."""
+    """Returns the answer of a finished request, after the draft has learned from it."""
     index, prompt, text = done.request.tag
     if learn and prompt.learn:
       self.learn(done)
     log_probs = None
     if prompt.log_probs:
       pair = self.pair
-      found = agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
-      log_probs = np.asarray(found)[0, : len(done.tokens)]
+      rows = agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
+      log_probs = np.asarray(rows)[0, : len(done.tokens)]
     return Answer(
       index,
       prompt.text,
@@ -660,13 +655,13 @@ class Server:
     self, outcome: Outcome | None, background: bool = False
   ) -> Outcome | None:
     """Serves the learner's draft from the next call on, if it has changed."""
-    learner, pending = self.learner, self._pending_draft
+    learner = self.learner
     self.statistics.updates += outcome is not None
-    newest = self.engine.draft_version if pending is None else pending[1]
     # An update whose slices were all skipped has no new draft to serve, and the gate
     # may change the draft between two updates.
-    if learner.version != newest:
-      self._pending_draft = learner.serving, learner.version, learner.shortlist()
+    if learner.version != self._newest_version:
+      draft = base.Draft(learner.serving, learner.version, learner.shortlist())
+      self._pending_draft = draft
       if not background:
         self.swap_pending()
     return outcome
@@ -717,8 +712,12 @@ class _Call:
     yield from (self._waiting[index] for index in sorted(self._waiting))
 
 
+def _shapes(params: base.Params) -> Any:
+  return jax.tree.map(np.shape, params)
+
+
 def _teaches(done: Finished) -> bool:
-  """Whether an answer can be learned from: it has tokens of a target that is finite."""
+  """Whether the draft can learn from an answer: it has tokens and finite logits."""
   return done.stop_reason != base.StopReason.NOT_FINITE and len(done.tokens) > 0
 
 

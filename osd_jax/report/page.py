@@ -6,7 +6,6 @@ measurements comes from metrics.jsonl, so it can be written again later.
 """
 
 import dataclasses
-import html
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,63 +20,7 @@ from osd_jax.loop import rows as rows_lib
 from osd_jax.report import plots, tables
 from osd_jax.runs.directory import write_text
 
-_CSS = """
-:root { color-scheme: light dark; --page: #fff; --ink: #222; --plain: #666;
-  --faint: #b8b8b8; --grid: #ececec; --card: #f4f7fa; --pause: #fbf7d5;
-  --online: #0072b2; --frozen: #d55e00; }
-@media (prefers-color-scheme: dark) { :root { --page: #15181c; --ink: #e4e6ea;
-  --plain: #a4abb5; --faint: #565d67; --grid: #2a2f36; --card: #1e2329;
-  --pause: #2b2919; --online: #4aa8e0; --frozen: #f0883e; } }
-body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: var(--ink);
-  background: var(--page); font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; }
-h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
-a { color: inherit; text-decoration: underline dotted var(--plain); }
-.faint, figcaption { color: var(--plain); font-size: .9rem; }
-.faint { overflow-wrap: anywhere; }
-.alert { padding: .8rem 1rem; border: 2px solid var(--frozen); font-weight: 600; }
-.cards, .plots { display: grid; gap: 1rem; margin: 1.2rem 0;
-  grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); }
-.plots { gap: 2rem; grid-template-columns:
-  repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
-.cards p { margin: 0; padding: .8rem 1rem; background: var(--card);
-  border-top: 3px solid var(--online); border-radius: 4px; font-size: .95rem; }
-.cards b { display: block; font-size: 1.3rem; line-height: 1.25;
-  margin-bottom: .3rem; overflow-wrap: anywhere; }
-figure { margin: 0; max-width: 40rem; }
-svg { display: block; width: 100%; height: auto; }
-svg text { font-family: inherit !important; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; }
-th, td { padding: .35rem .8rem; vertical-align: top; text-align: left;
-  border-bottom: 1px solid var(--grid); }
-th { border-bottom: 2px solid var(--faint); vertical-align: bottom; }
-td { white-space: pre-wrap; } .long { overflow-wrap: anywhere; }
-.n { text-align: right; font-variant-numeric: tabular-nums; }
-pre { padding: .8rem; background: var(--card); font-size: .8rem;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-details { margin: .8rem 0; border-top: 1px solid var(--grid); padding-top: .8rem; }
-summary { cursor: pointer; font-weight: 600; }
-dl { columns: 22rem; column-gap: 2.5rem; font-size: .9rem; }
-dl div { break-inside: avoid; margin-bottom: .7rem; }
-dt { font-weight: 600; } dd { margin: 0; }
-:target { background: var(--card); outline: 6px solid var(--card); }
-@media (max-width: 72rem) {
-  table { font-size: .82rem; } th, td { padding: .35rem .4rem; }
-}
-@media (max-width: 52rem) { /* each row of a table becomes a block */
-  table, tbody, tr, td { display: block; } tr:first-child { display: none; }
-  tr { padding: .5rem 0; border-bottom: 1px solid var(--faint); }
-  td { padding: .1rem 0; border: 0; display: flex; gap: 1rem;
-    justify-content: space-between; text-align: left; }
-  td::before { content: attr(data-label); color: var(--plain); flex: 0 0 auto;
-    max-width: 60%; white-space: normal; }
-  td:first-child { font-weight: 600; } td.long { display: block; }
-  td.long::before { display: block; font-weight: 400; }
-}
-"""
-
-# Colours of the plots that follow the colour scheme of the page.
+# Colors of the plots that follow the color scheme of the page.
 _THEMED = {
   plots.PAGE: "--page",
   plots.INK: "--ink",
@@ -128,12 +71,12 @@ def conclude(
   of the report.
   """
   rows = rows_lib.read(directory.metrics_path)
-  found = tables.summary(rows)
-  for title, table in {**found.tables, **found.details}.items():
+  result = tables.summary(rows)
+  for title, table in {**result.tables, **result.details}.items():
     tables.print_table(table, console, title)
   report, note = _write(directory, rows, verdict)
-  facts = [f"{fact.figure}: {fact.sentence}" for fact in found.headline]
-  _say(console, *facts, *found.notes, *found.details_notes, verdict, note)
+  facts = [f"{fact.figure}: {fact.sentence}" for fact in result.headline]
+  _say(console, *facts, *result.notes, *result.details_notes, verdict, note)
   console.print(f"report: {report}", highlight=False, soft_wrap=True)
   return report
 
@@ -230,15 +173,15 @@ def compare(
         f"RUN: received {name}, which served no requests, expected runs of"
         " `osd online`; leave it out."
       )
-  found = tables.comparison(served)
+  result = tables.comparison(served)
   folder = Path(output)
   folder.mkdir(parents=True, exist_ok=True)
-  drawn, note = plots.draw_comparison(served, folder / "plots")
-  written = write_page(folder / "report.html", found, drawn, note=note)
+  pictures, note = plots.draw_comparison(served, folder / "plots")
+  written = write_page(folder / "report.html", result, pictures, note=note)
   if console is not None:
-    tables.print_table(found.tables["Runs"], console)
-    facts = [fact.sentence for fact in found.headline]
-    _say(console, *facts, *found.notes, *found.details_notes, note)
+    tables.print_table(result.tables["Runs"], console)
+    facts = [fact.sentence for fact in result.headline]
+    _say(console, *facts, *result.notes, *result.details_notes, note)
   return written
 
 
@@ -270,11 +213,11 @@ def _write(
   directory: runs.RunDirectory, rows: Sequence[rows_lib.Row], verdict: str
 ) -> tuple[Path, str]:
   """Draws the plots and writes the page; returns its path and why plots are missing."""
-  found = tables.summary(rows)
-  drawn, note = plots.draw_plots(rows, directory.plots_path)
+  result = tables.summary(rows)
+  pictures, note = plots.draw_plots(rows, directory.plots_path)
   if verdict:
-    found = dataclasses.replace(found, notes=[verdict, *found.notes])
-  return write_report(directory, found, drawn, note), note
+    result = dataclasses.replace(result, notes=[verdict, *result.notes])
+  return write_report(directory, result, pictures, note), note
 
 
 # --- report.html ----------------------------------------------------------------------
@@ -282,8 +225,8 @@ def _write(
 
 def write_report(
   directory: runs.RunDirectory,
-  found: tables.Summary,
-  drawn: Sequence[plots.Plot],
+  result: tables.Summary,
+  pictures: Sequence[plots.Plot],
   note: str = "",
 ) -> Path:
   """Writes report.html of a run, with sample answers and provenance; returns its path.
@@ -294,11 +237,11 @@ def write_report(
   provenance = directory.provenance()
   if directory.outputs_path.exists():
     served = {"What was served": _samples(runs.read(directory.outputs_path))}
-    found = dataclasses.replace(found, tables={**found.tables, **served})
+    result = dataclasses.replace(result, tables={**result.tables, **served})
   return write_page(
     directory.report_path,
-    found,
-    drawn,
+    result,
+    pictures,
     subtitle=_subtitle(directory.path, provenance),
     note=note,
     texts={
@@ -311,82 +254,66 @@ def write_report(
 
 def write_page(
   path: Path,
-  found: tables.Summary,
-  drawn: Sequence[plots.Plot],
+  result: tables.Summary,
+  pictures: Sequence[plots.Plot],
   *,
   subtitle: str = "",
   note: str = "",
   texts: Mapping[str, str] | None = None,
 ) -> Path:
   """Writes a page; `texts` are folded away at its end."""
-  cards = [
-    f"<p><b>{_text(fact.figure)}</b>{_text(fact.sentence)}</p>"
-    for fact in found.headline
-  ]
-  parts = [
-    f"<h1>{_text(found.title)}</h1>",
-    *_paragraphs([subtitle]),
-    _block("cards", cards),
-    *_paragraphs(found.notes),
-    _block("plots", map(_figure, drawn[:4])),
-    *_paragraphs([note]),
-    *(f"<h2>{_text(name)}</h2>{_table(rows)}" for name, rows in found.tables.items()),
-    "<h2>Details</h2>" if found.details or found.details_notes or texts else "",
-  ]
-  if found.details_notes:
-    said = "".join(_paragraphs(found.details_notes))
-    parts.append(_details("In words", said))
-  parts += [_details(name, _table(rows)) for name, rows in found.details.items()]
-  if drawn[4:]:
-    parts.append(_details("More plots", _block("plots", map(_figure, drawn[4:]))))
-  terms = _glossary("".join(parts))
-  for name, text in (texts or {}).items():
-    parts.append(_details(name, f"<pre>{_text(text)}</pre>"))
-  lines = [
-    "<!DOCTYPE html>",
-    '<html lang="en"><head><meta charset="utf-8">',
-    '<meta name="viewport" content="width=device-width, initial-scale=1">',
-    f"<title>{_text(found.title)}</title><style>{_CSS}</style></head><body>",
-    *filter(None, parts),
-    terms,
-    "</body></html>\n",
-  ]
-  write_text(path, "\n".join(lines))
+  import jinja2  # only pages need it
+
+  environment = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
+  )
+  text = environment.get_template("page.html").render(
+    summary=result,
+    plots=pictures,
+    subtitle=subtitle,
+    note=note,
+    texts=texts or {},
+    columns_of=_columns,
+    drawing_of=_drawing,
+    terms_of=_terms,
+  )
+  write_text(path, text)
   return path
 
 
-def _block(name: str, parts: Iterable[str]) -> str:
-  inner = "".join(parts)
-  return f'<div class="{name}">{inner}</div>' if inner else ""
+@dataclasses.dataclass(frozen=True)
+class Column:
+  """A column of a table: `term` is the term of its heading that the page explains."""
+
+  name: str
+  term: str
+  numeric: bool
+  cells: Sequence[str]
 
 
-def _paragraphs(sentences: Iterable[str]) -> list[str]:
-  # Outputs that are not the target's are the one thing that nobody may overlook.
-  return [
-    f'<p class="{"alert" if "NOT EXACT" in said else "faint"}">{_text(said)}</p>'
-    for said in sentences
-    if said
-  ]
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+  columns = []
+  for name in dict.fromkeys(name for row in rows for name in row):
+    values = [row.get(name) for row in rows]
+    decimals = _decimals(values)
+    cells = [_format(value, decimals) for value in values]
+    columns.append(Column(name, _term(name), _is_numeric(values), cells))
+  return columns
 
 
-def _details(summary: str, inner: str) -> str:
-  return f"<details><summary>{_text(summary)}</summary>{inner}</details>"
+def _term(name: str) -> str:
+  """The first term of the glossary in a heading, or ""."""
+  return next((term for term in GLOSSARY if term in name), "")
 
 
-def _glossary(body: str) -> str:
+def _terms(summary: tables.Summary) -> dict[str, str]:
   """The terms to which headings of the page link."""
-  used = {
-    term: said for term, said in GLOSSARY.items() if f'"#{_anchor(term)}"' in body
-  }
-  entries = [
-    f'<div id="{_anchor(term)}"><dt>{term}</dt><dd>{_text(said)}</dd></div>'
-    for term, said in used.items()
-  ]
-  return f"<h2>Terms</h2><dl>{''.join(entries)}</dl>" if entries else ""
-
-
-def _anchor(term: str) -> str:
-  return term.replace(" ", "-")
+  shown = [*summary.tables.values(), *summary.details.values()]
+  links = {_term(name) for table in shown for row in table for name in row}
+  return {term: text for term, text in GLOSSARY.items() if term in links}
 
 
 def _subtitle(path: Path, provenance: Mapping[str, Any]) -> str:
@@ -402,40 +329,12 @@ def _subtitle(path: Path, provenance: Mapping[str, Any]) -> str:
   return " · ".join(fact for fact in facts if fact)
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-  columns = list(dict.fromkeys(name for row in rows for name in row))
-  if not columns:
-    return '<p class="faint">No rows.</p>'
-  lines: list[list[str]] = [[] for _ in range(len(rows) + 1)]
-  for name in columns:
-    values = [row.get(name) for row in rows]
-    numeric, decimals = _is_numeric(values), _decimals(values)
-    cells = (_cell(name, _format(value, decimals), numeric) for value in values)
-    for line, cell in zip(lines, [_heading(name, numeric), *cells]):
-      line.append(cell)
-  body = "\n".join(f"<tr>{''.join(line)}</tr>" for line in lines)
-  return f'<div class="wide"><table>\n{body}\n</table></div>'
-
-
-def _heading(name: str, numeric: bool) -> str:
-  kind = ' class="n"' if numeric else ""
-  term = next((term for term in GLOSSARY if term in name), "")
-  shown = f'<a href="#{_anchor(term)}">{_text(name)}</a>' if term else _text(name)
-  return f"<th{kind}>{shown}</th>"
-
-
-def _cell(name: str, text: str, numeric: bool) -> str:
-  kind = "n" if numeric else "long" if len(text) > 30 else ""
-  # On a narrow screen the row is a block, and every cell shows the name of its column.
-  return f'<td class="{kind}" data-label="{_text(name)}">{_text(text)}</td>'
-
-
 def _is_numeric(values: Sequence[Any]) -> bool:
-  known = [value for value in values if value is not None]
+  measured_values = [value for value in values if value is not None]
   return all(
     (isinstance(v, (int, float)) and not isinstance(v, bool))
     or (isinstance(v, str) and re.fullmatch(r"[+-]?[\d.]+[%x]?", v))
-    for v in known
+    for v in measured_values
   )
 
 
@@ -455,26 +354,18 @@ def _format(value: Any, decimals: int) -> str:
   return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _figure(plot: plots.Plot) -> str:
-  """The plot as part of the page, so that it is there when the page is mailed."""
+def _drawing(plot: plots.Plot) -> tuple[str, str]:
+  """Size and content of a plot, which is part of the page so that it can be mailed."""
   text = plot.path.read_text(encoding="utf-8") if plot.path.is_file() else ""
-  found = re.search(r'<svg[^>]*?( viewBox="[^"]*")[^>]*>', text)
-  if found is None:
+  match = re.search(r'<svg[^>]*?( viewBox="[^"]*")[^>]*>', text)
+  if match is None:
     raise base.InputError(
       f"report: received {plot.path} as a plot, expected an SVG file; draw it first."
     )
-  drawing = text[found.end() :]
+  drawing = text[match.end() :]
   for color, variable in _THEMED.items():
     drawing = drawing.replace(color.lower(), f"var({variable})")
-  name = _text(plot.path.stem.replace("_", " "))
-  return (
-    f'<figure><svg role="img" aria-label="{name}"{found[1]}>{drawing}'
-    f"<figcaption>{_text(plot.caption)}</figcaption></figure>"
-  )
-
-
-def _text(text: str) -> str:
-  return html.escape(str(text), quote=True)
+  return match[1], drawing
 
 
 def _samples(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -98,10 +98,10 @@ def _drawn(
     # The salt makes ids unique on a page that shows several plots, and the same rows
     # give the same file.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-      made = draw(data)
-      if made is not None:
+      picture = draw(data)
+      if picture is not None:
         path = directory / f"{name}.svg"
-        made.savefig(path, dpi=200, metadata=dict.fromkeys(_METADATA))
+        picture.savefig(path, dpi=200, metadata=dict.fromkeys(_METADATA))
         saved.append(Plot(path, caption))
   return saved, ""
 
@@ -126,26 +126,26 @@ def figure(
   from matplotlib.figure import Figure
   from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-  made = Figure(
+  picture = Figure(
     figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
   )
-  grid = made.subplots(rows, columns, squeeze=False, sharex=alike, sharey=alike)
+  grid = picture.subplots(rows, columns, squeeze=False, sharex=alike, sharey=alike)
   axes = list(grid.flat)
   for one in axes:
     one.tick_params(length=3)
   if len(axes) == 1:
     axes[0].set_title(title, loc="left", fontweight="bold", pad=20)
   else:
-    made.suptitle(title, x=0.02, ha="left", fontsize="large", fontweight="bold")
-  return made, axes
+    picture.suptitle(title, x=0.02, ha="left", fontsize="large", fontweight="bold")
+  return picture, axes
 
 
-def legend(made: Any, axes: Any) -> Any:
+def legend(picture: Any, axes: Any) -> Any:
   """Puts the names of the series below the axes, in columns if they fit."""
   handles, names = axes.get_legend_handles_labels()
   if names:
     columns = max(1, min(len(names), 70 // (max(map(len, names)) + 6)))
-    made.legend(
+    picture.legend(
       handles,
       names,
       loc="outside lower center",
@@ -155,12 +155,12 @@ def legend(made: Any, axes: Any) -> Any:
       handletextpad=0.5,
       columnspacing=1.3,
     )
-  return made
+  return picture
 
 
-def _labelled(made: Any, axes: Any, along: str) -> Any:
+def _labelled(picture: Any, axes: Any, along: str) -> Any:
   axes.set_xlabel(along)
-  return legend(made, axes)
+  return legend(picture, axes)
 
 
 def grouped_bars(axes: Any, groups: Sequence[str], values: Mapping[str, Any]) -> None:
@@ -220,10 +220,10 @@ def milliseconds(rows: Sequence[Row]) -> Any:
   """Milliseconds per token of plain, frozen and online decoding over the stream."""
   requests = rows_lib.requests(rows)
   tokens = column(requests, "output_tokens")
-  measured = column(requests, "online_ms_per_token")
+  times = column(requests, "online_ms_per_token")
   # Without a comparison, decoding time per token is all that was measured.
   per_token = column(requests, "decode_ms") / np.where(tokens > 0, tokens, np.nan)
-  online = np.where(np.isfinite(measured), measured, per_token)
+  online = np.where(np.isfinite(times), times, per_token)
   lines = [
     Line("plain", requests, column(requests, "plain_ms_per_token"), PLAIN, ":"),
     Line("frozen", requests, column(requests, "floor_ms_per_token"), FLOOR, "--"),
@@ -240,14 +240,14 @@ def saved(rows: Sequence[Row]) -> Any:
   # A run that compares no request has no such field, or only zeros.
   if not np.isfinite(frozen).any() or not frozen.any():
     return None
-  made, (axes,) = figure("Time saved, seconds")
+  picture, (axes,) = figure("Time saved, seconds")
   _mark_shifts(axes, requests)
   _shade_pauses(axes, requests)
   axes.axhline(0.0, color=FAINT, lw=1.0)
   where, plain = places(requests), column(requests, "saved_plain_seconds")
   axes.plot(where, plain, ":", color=PLAIN, lw=2, label="against plain decoding")
   axes.plot(where, frozen, color=ONLINE, lw=2, label="against the frozen draft")
-  return _labelled(made, axes, "request")
+  return _labelled(picture, axes, "request")
 
 
 def update_loss(rows: Sequence[Row]) -> Any:
@@ -258,7 +258,7 @@ def update_loss(rows: Sequence[Row]) -> Any:
     return None
   requests = rows_lib.requests(rows)
   finished = column(updates, "finished")
-  made, (axes,) = figure("Distillation loss of each update")
+  picture, (axes,) = figure("Distillation loss of each update")
   _mark_shifts(axes, requests)
   _shade_pauses(axes, requests)
   axes.plot(finished, losses, ".", color=ONLINE, alpha=0.4, markersize=5, mew=0)
@@ -271,7 +271,7 @@ def update_loss(rows: Sequence[Row]) -> Any:
     label = "skipped, not finite"
     axes.plot(skipped, zeros, "x", color=FLOOR, clip_on=False, label=label)
   axes.set_ylim(bottom=0)
-  return _labelled(made, axes, "finished requests")
+  return _labelled(picture, axes, "finished requests")
 
 
 def per_position(rows: Sequence[Row]) -> Any:
@@ -292,7 +292,7 @@ def per_position(rows: Sequence[Row]) -> Any:
   if not panels:
     return None
   count = -(-len(panels) // 2)
-  made, grid = figure(
+  picture, grid = figure(
     "Accepted share of drafted tokens",
     rows=count,
     columns=min(len(panels), 2),
@@ -312,7 +312,7 @@ def per_position(rows: Sequence[Row]) -> Any:
     axes.set_visible(False)
   for axes in grid[-min(len(panels), 2) :]:
     axes.set_xlabel("position in the round")
-  return legend(made, grid[0])
+  return legend(picture, grid[0])
 
 
 def _compared(
@@ -345,7 +345,7 @@ def _over_requests(
   lines = [line for line in lines if np.isfinite(line.values).any()]
   if not lines:
     return None
-  made, (axes,) = figure(title)
+  picture, (axes,) = figure(title)
   _mark_shifts(axes, lines[0].requests)
   if lines[0].dots:  # compared runs pause at different times
     _shade_pauses(axes, lines[0].requests)
@@ -360,7 +360,7 @@ def _over_requests(
     axes.plot(*_trend(line), line.style, color=line.color, lw=2, label=line.name)
   axes.set_ylim(*limits)
   return _labelled(
-    made, axes, "request" + (f" ({hidden} dots above)" if hidden else "")
+    picture, axes, "request" + (f" ({hidden} dots above)" if hidden else "")
   )
 
 
@@ -457,7 +457,7 @@ def training_loss(rows: Sequence[Row]) -> Any:
   losses = column(steps, "loss")
   if not np.isfinite(losses).any():
     return None
-  made, (axes,) = figure("Training loss")
+  picture, (axes,) = figure("Training loss")
   axes.plot(column(steps, "step"), losses, color=ONLINE, lw=1.8)
   finite = losses[np.isfinite(losses)]
   # A loss that falls by orders of magnitude would be a flat line on a linear scale.
@@ -465,7 +465,7 @@ def training_loss(rows: Sequence[Row]) -> Any:
     axes.set_yscale("log")
   else:
     axes.set_ylim(bottom=0)
-  return _labelled(made, axes, "optimizer step")
+  return _labelled(picture, axes, "optimizer step")
 
 
 def held_out(rows: Sequence[Row]) -> Any:
@@ -481,14 +481,14 @@ def held_out(rows: Sequence[Row]) -> Any:
   name = next((n for n in titles if any(n in task for task in tasks.values())), "")
   if not name:
     return None
-  made, (axes,) = figure(titles[name])
+  picture, (axes,) = figure(titles[name])
   steps = [row.step for row in evaluations]
   for number, label in enumerate(tasks):
     values = [row.tasks.get(label, {}).get(name, np.nan) for row in evaluations]
     style = {"color": COLORS[number % len(COLORS)], "marker": "o", "markersize": 4}
     axes.plot(steps, values, STYLES[number % len(STYLES)], lw=2, label=label, **style)
   axes.set_ylim(0, 1.02)
-  return _labelled(made, axes, "optimizer step")
+  return _labelled(picture, axes, "optimizer step")
 
 
 def drafts(rows: Sequence[Row]) -> Any:
@@ -506,10 +506,10 @@ def speeds(rows: Sequence[Row]) -> Any:
     (f"{row.rows} row(s)", row.draft, row.speed_up)
     for row in rows_lib.of(rows_lib.Speed, rows)
   ]
-  made = _by_draft(bars, "Speed-up over plain decoding")
-  if made is not None:
-    made.axes[0].axhline(1, color=INK, lw=0.8, ls=":")
-  return made
+  picture = _by_draft(bars, "Speed-up over plain decoding")
+  if picture is not None:
+    picture.axes[0].axhline(1, color=INK, lw=0.8, ls=":")
+  return picture
 
 
 def replayed(rows: Sequence[Row]) -> Any:
@@ -517,29 +517,29 @@ def replayed(rows: Sequence[Row]) -> Any:
   answers = rows_lib.of(rows_lib.Replayed, rows)
   if not answers:
     return None
-  made, (axes,) = figure("Tokens named rightly")
+  picture, (axes,) = figure("Tokens named rightly")
   for name, color in zip(answers[0].shares, COLORS, strict=False):
     values = tables.trailing_mean(np.array([row.shares[name] for row in answers]))
     axes.plot(column(answers, "answer") + 1, values, color=color, label=name)
-  return _labelled(made, axes, "answers of the log")
+  return _labelled(picture, axes, "answers of the log")
 
 
 def _by_draft(bars: Sequence[tuple[str, str, float | None]], title: str) -> Any:
   """Groups of bars (group, draft, value), one bar per draft."""
-  known = {(group, draft): value for group, draft, value in bars if value is not None}
-  if not known:
+  heights = {(group, draft): value for group, draft, value in bars if value is not None}
+  if not heights:
     return None
-  groups = list(dict.fromkeys(group for group, _ in known))
+  groups = list(dict.fromkeys(group for group, _ in heights))
   # More drafts than colors could not be told apart.
-  labels = list(dict.fromkeys(draft for _, draft in known))[: len(COLORS)]
-  made, (axes,) = figure(title)
+  labels = list(dict.fromkeys(draft for _, draft in heights))[: len(COLORS)]
+  picture, (axes,) = figure(title)
   grouped_bars(
     axes,
     groups,
-    {name: [known.get((one, name), np.nan) for one in groups] for name in labels},
+    {name: [heights.get((one, name), np.nan) for one in groups] for name in labels},
   )
   axes.margins(y=0.12)
-  return legend(made, axes)
+  return legend(picture, axes)
 
 
 _LINES = "Lines are means of the last 25 requests, dots single requests."

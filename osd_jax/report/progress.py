@@ -142,12 +142,12 @@ class _Lines(rich.progress.Progress):
 
   def _say(self, task: rich.progress.Task) -> None:
     self._said = time.monotonic()
-    left = task.time_remaining
+    seconds_left = task.time_remaining
     figures = task.fields.get("figures", "")
     of_all = "" if task.total is None else f"/{task.total:.0f}"
     said = [
       f"{task.description} {task.completed:.0f}{of_all}",
-      f"{left:.0f} s left" if left and not task.finished else "",
+      f"{seconds_left:.0f} s left" if seconds_left and not task.finished else "",
       figures,
     ]
     line = ", ".join(part for part in said if part)

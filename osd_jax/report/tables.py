@@ -76,7 +76,9 @@ def _served(rows: Sequence[Row]) -> Summary:
   events: dict[str, list[str]] = {}
   for row in rows_lib.of(rows_lib.Event, rows):
     events.setdefault(row.name, []).append(row.text)
-  texts = [text for named in events.values() for text in named[-_MOST_EVENTS:]]
+  texts = [
+    text for topic_names in events.values() for text in topic_names[-_MOST_EVENTS:]
+  ]
   return Summary(
     "Online speculative decoding",
     _headline(requests, verdict, bool(rows_lib.of(rows_lib.Update, rows))),
@@ -114,13 +116,14 @@ def _headline(
 ) -> list[Fact]:
   """Returns requests, tokens per call, speed, and the verdict on learning."""
   topics = list(dict.fromkeys(row.source for row in requests))
-  named = f"{len(topics)} topics ({', '.join(topics[:8])})"
+  subject = topics[0] or "one topic"
+  if len(topics) > 1:
+    subject = f"{len(topics)} topics ({', '.join(topics[:8])})"
   tokens = sum(row.output_tokens for row in requests)
   facts = [
     Fact(
       f"{len(requests):,} requests",
-      f"About {named if len(topics) > 1 else topics[0] or 'one topic'}, answered with"
-      f" {tokens:,} tokens.",
+      f"About {subject}, answered with {tokens:,} tokens.",
     )
   ]
   if per_call := _per_call(requests, "tokens_per_target_call"):
@@ -488,17 +491,17 @@ def trailing_mean(
   """Mean of the measured values among the last `window`.
 
   Args:
-    values: [n]; NaN where nothing was measured.
+    values: [n]; NaN where nothing was is_finite.
     window: number of positions, including the current one.
     starts: positions where the mean restarts, increasing from 0.
 
   Returns:
-    [n]; NaN where no value in the window was measured.
+    [n]; NaN where no value in the window was is_finite.
   """
-  measured = np.isfinite(values)
+  is_finite = np.isfinite(values)
   # Cumulative sums give all windows in one pass.
-  sums = np.concatenate([[0.0], np.cumsum(np.where(measured, values, 0.0))])
-  counts = np.concatenate([[0], np.cumsum(measured)])
+  sums = np.concatenate([[0.0], np.cumsum(np.where(is_finite, values, 0.0))])
+  counts = np.concatenate([[0], np.cumsum(is_finite)])
   stop = np.arange(1, len(values) + 1)
   begun = np.searchsorted(starts, stop - 1, side="right") - 1
   start = np.maximum(stop - window, np.asarray(starts, int)[begun])
@@ -550,13 +553,13 @@ def _parts(table: Table, width: int) -> list[list[str]]:
   """Splits the columns into parts that fit the width; each starts with the text."""
   names = list(table[0])
   leading = list(itertools.takewhile(lambda name: _is_text(table, name), names))
-  taken = sum(_width(table, name) + _PADDING for name in leading)
-  parts, room = [leading.copy()], width - taken
+  leading_width = sum(_width(table, name) + _PADDING for name in leading)
+  parts, room = [leading.copy()], width - leading_width
   for name in names[len(leading) :]:
     needed = _width(table, name) + _PADDING
     if needed > room and len(parts[-1]) > len(leading):
       parts.append(leading.copy())
-      room = width - taken
+      room = width - leading_width
     parts[-1].append(name)
     room -= needed
   return parts

@@ -298,9 +298,9 @@ def lock(folder: Path) -> filelock.BaseFileLock:
   """
   path = folder / _LOCK
   # Not thread-local: a run may be closed from another thread than it was opened from.
-  taken = filelock.FileLock(path, thread_local=False)
+  lock = filelock.FileLock(path, thread_local=False)
   try:
-    taken.acquire(blocking=False)
+    lock.acquire(blocking=False)
   except filelock.Timeout:
     raise base.InputError(
       f"run directory: {folder} is being written by {_holder(path)}; wait for it, stop"
@@ -313,7 +313,7 @@ def lock(folder: Path) -> filelock.BaseFileLock:
     f" {now().isoformat(timespec='seconds')})",
     encoding="utf-8",
   )
-  return taken
+  return lock
 
 
 def _holder(path: Path) -> str:
@@ -446,8 +446,8 @@ def _plain(value: Any) -> Any:
   if hasattr(value, "dtype") and hasattr(value, "shape"):
     array = np.asarray(value)
     return f"{array.dtype}{list(array.shape)} {zlib.crc32(array.tobytes()):08x}"
-  named = value if hasattr(value, "__qualname__") else type(value)
-  return f"{named.__module__}.{named.__qualname__}"
+  owner = value if hasattr(value, "__qualname__") else type(value)
+  return f"{owner.__module__}.{owner.__qualname__}"
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ import scripting
 
 from osd_jax.costs.table import expected_tokens
 from osd_jax.engine import engine
+from osd_jax.engine.requests import Request
 
 ROWS, SOURCE, LENGTH, K = 4, 8, 48, 3
 EACH = 12  # prompts per alpha
@@ -25,7 +26,7 @@ def test_drafted_tokens_are_accepted_with_probability_alpha(dtype):
   )
   decoding = contenders.decoding(ROWS, SOURCE, LENGTH, K)
   sources = contenders.prompts(EACH * len(ALPHAS), SOURCE, config.vocab_size)
-  requests = [engine.Request(tokens=source) for source in sources]
+  requests = [Request(tokens=source) for source in sources]
   plain = scripting.continuations(engine.Engine(decoding, *target), sources)
   decoder = scripting.speculative(
     decoding, target, draft, sources, plain, np.repeat(ALPHAS, EACH)

@@ -29,24 +29,42 @@ def test_round_time_is_interpolated_between_measured_ks():
   assert ROUNDS.at(1.5) == pytest.approx(5.5) and ROUNDS.at(7) == 11.0
 
 
-LONE = table.RoundCosts(
-  (40.0, 100.0), cache_ms=(40.0, 80.0), lone_ms=(10.0, 20.0), lone_cache_ms=(10.0, 11.0)
+# [source, sampled, rows, K]; sampled rounds take as long as greedy ones.
+WHOLE = table.RoundCosts(
+  ((((10, 20), (40, 100)),), (((10, 11), (40, 80)),)), num_draft_tokens=(0, 3), rows=4
 )
 
 
 @pytest.mark.parametrize(("rows", "share"), [(1, 0), (2, 1 / 3), (4, 1), (9, 1)])
 def test_rounds_of_some_rows_lie_between_those_of_one_and_of_all(rows, share):
-  found = dataclasses.replace(LONE, rows=4).in_use(rows)
-  assert found.round_ms == pytest.approx((10 + 30 * share, 20 + 80 * share))
-  assert found.cache_ms == pytest.approx((10 + 30 * share, 11 + 69 * share))
-  assert not found.lone_ms and not found.lone_cache_ms
-  assert ROUNDS.in_use(rows) == ROUNDS  # where only all rows were timed
+  rounds_ms, alone_ms = WHOLE.rounds(rows=rows).tolist()
+  assert rounds_ms == pytest.approx((10 + 30 * share, 20 + 80 * share))
+  assert alone_ms == pytest.approx((10 + 30 * share, 11 + 69 * share))
+  assert ROUNDS.rounds(rows=rows).tolist() == [[4, 7, 11]]  # only all rows were timed
 
 
-def test_first_ks_keep_their_times_of_one_row():
-  found = LONE.first(1)
-  assert (found.round_ms, found.lone_ms, found.num_draft_tokens) == ((40,), (10,), ())
-  assert (found.cache_ms, found.lone_cache_ms) == ((40.0,), (10.0,))
+def test_sampled_rows_have_times_of_their_own():
+  costs = dataclasses.replace(ROUNDS, round_ms=(((4, 7, 11),), ((5, 9, 14),)))
+  assert costs.rounds(is_sampled=True).tolist() == [[5, 9, 14]]
+  assert costs.flat(False) == ROUNDS
+  assert costs.flat(True).token_ms(0.0) == 5
+
+
+def test_first_ks_keep_all_other_axes():
+  first = WHOLE.of((0,))
+  assert first.num_draft_tokens == (0,)
+  np.testing.assert_array_equal(first.ms, WHOLE.ms[..., :1])
+
+
+def test_prices_are_differences_in_tokens():
+  prices = table.prices((0, 1, 3), (4.0, 5.0, 9.0), token_ms=2.0)
+  assert prices.tolist() == [0.5, 1.0, 1.0]
+  assert (table.prices((0, 3), (4.0, 4.0), 2.0) > 0).all()  # never free
+
+
+def test_predicted_speed_up_follows_the_paper():
+  assert table.predicted_speed_up(3.0, 5, 0.1) == pytest.approx(2.0)
+  assert table.predicted_speed_up(3.0, 5, 0.1, 1.5) == pytest.approx(1.5)
 
 
 def test_token_time_uses_the_fastest_k_and_all_rows():
@@ -79,7 +97,10 @@ def test_table_has_update_costs_only_with_learning():
     ({"round_ms": (0.0, 1.0, 2.0)}, "RoundCosts.round_ms"),
     ({"num_draft_tokens": (0, 3)}, "RoundCosts.num_draft_tokens"),
     ({"rows": 0}, "RoundCosts.rows"),
-    ({"lone_ms": (1.0, 2.0)}, "RoundCosts.lone_ms"),
+    ({"round_ms": ((1.0, 2.0, 3.0), (1.0,))}, "RoundCosts.round_ms"),
+    ({"round_ms": ((1.0, 2.0, 3.0),) * 3}, "RoundCosts.round_ms"),
+    ({"round_ms": ("a", 1.0, 2.0)}, "RoundCosts.round_ms"),
+    ({"call_ms": -1.0}, "RoundCosts.call_ms"),
     ({"request_ms": -1.0}, "RoundCosts.request_ms"),
   ],
 )

@@ -193,34 +193,6 @@ def test_faulty_rules_differ_from_the_oracle(fault):
   )
 
 
-def similar_round(seed, temperature=1.0):
-  """A round whose draft equals the target and drafted the arg max everywhere."""
-  rng = np.random.default_rng(seed)
-  target = jnp.asarray(rng.normal(0, 2, (ROWS, K + 1, VOCAB)), jnp.float32)
-  settings = harness.settings_of(
-    ROWS, max_length=99, temperature=temperature, seed=seed
-  )
-  tokens = jnp.argmax(target[:, :K], -1).astype(jnp.int32)
-  position = jnp.asarray(rng.integers(0, 50, ROWS), jnp.int32)
-  proposal = base.Proposal(tokens, target[:, :K])
-  return proposal, base.Verification(target), settings, position
-
-
-@EXAMPLES
-@hypothesis.given(seed=st.integers(0, 2**31 - 1))
-def test_greedy_rows_do_not_depend_on_sampled_batch_mates(seed):
-  """A batch of only greedy rows takes another code path."""
-  proposal, verification, settings, position = similar_round(seed, temperature=0.0)
-  proposal = proposal.replace(tokens=proposal.tokens.at[:, 1].set(seed % VOCAB))
-  mixed = settings.replace(temperature=settings.temperature.at[0].set(1.0))
-  alone = accept(proposal, verification, settings, position)
-  other = accept(proposal, verification, mixed, position)
-  np.testing.assert_array_equal(alone.accepted[1:], other.accepted[1:])
-  for row in range(1, ROWS):
-    end = int(alone.accepted[row]) + 1
-    np.testing.assert_array_equal(alone.tokens[row, :end], other.tokens[row, :end])
-
-
 def test_empty_residual_falls_back_to_the_target():
   """Rounding can make both distributions equal although a token was rejected.
 

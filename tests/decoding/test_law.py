@@ -11,23 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from decoding import harness
+from decoding import harness, tables
+from decoding.tables import DRAFT, TARGET, VOCAB
 
-from osd_jax import base, testing
+from osd_jax import base
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import drafters, rounds, sampling
+from osd_jax.decoding import drafters, mixed, rounds, sampling
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
-VOCAB, LENGTH = 6, 3
+LENGTH = 3
 DRAWS = 96_000  # per setting; a temperature that is 5 % too high is noticed
 FEWER = 36_000  # enough to notice every planted fault
 ROWS = 12_000  # rows of a batch for every grid, so each K compiles once
 COMPARISONS = 200  # more than this file makes
 THRESHOLD = 1e-6 / COMPARISONS
-TARGET = testing.random_table(VOCAB, 1, sharpness=1.5)
-DRAFT = testing.random_table(VOCAB, 2, sharpness=1.5)
-
 ROUNDS = harness.jitted_rounds(quick=False)
 GRID = (
   {"temperature": 1.0},
@@ -149,6 +147,92 @@ def test_broken_draft_keeps_the_law_of_the_target(kinds):
     draft[rows] = BROKEN[kind](draft[rows])
   found = speculative_p_values(2, TARGET, draft, GRID[:1])
   assert found.min() > THRESHOLD, found
+
+
+# --- Other drafters than one model ------------------------------------------------
+
+
+def drafter_p_value(case, rule, run=tables.RUN, rows=40_000):
+  """The p-value of the joint law of three tokens that this drafter drafts for."""
+  settings = harness.settings_of(rows, max_length=LENGTH, temperature=1.0, seed=5)
+  served = case.served(DRAFT)
+  final = tables.decoded(
+    case.drafter, served, settings, LENGTH, rule, prices=case.prices, run=run
+  )
+  return p_values(first_tokens(final), TARGET, {"temperature": 1.0})[1]
+
+
+DRAFTERS = [
+  name
+  for name in tables.CASES
+  if name
+  not in (
+    "model",
+    "empty cache",
+    "mixture, by the draft",
+    "mixture, fair",
+    "mixture, dear",
+  )
+]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafter_keeps_the_law_of_the_target(name, rule):
+  """At the highest price the cache alone proposes nothing in any row."""
+  assert drafter_p_value(tables.CASES[name], rule) > THRESHOLD
+
+
+@pytest.mark.parametrize("name", ["lengths vary", "no logits"])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_wrong_residual_fails_the_chi_square_test(monkeypatch, name, rule):
+  """Control: the bonus token after a row's length is drawn from a residual."""
+  right = accept_lib._draft_row
+
+  def draft_row(proposal, draft_probs, accepted, vocab_size):
+    whole = proposal.replace(lengths=None)
+    if name == "no logits":  # the proposed token stays in the residual
+      return jnp.zeros((accepted.shape[0], vocab_size))
+    return right(whole, draft_probs, accepted, vocab_size)
+
+  monkeypatch.setattr(accept_lib, "_draft_row", draft_row)
+  run = harness.jitted_rounds()
+  assert drafter_p_value(tables.CASES[name], rule, run) < THRESHOLD
+
+
+class Lying(mixed.Mixture):
+  """The cache proposes, but acceptance sees the learned draft's logits."""
+
+  def propose(self, params, state, rows, num_draft_tokens, noise):
+    proposal, after = super().propose(params, state, rows, num_draft_tokens, noise)
+    honest, _ = drafters.ModelDrafter(tables.MODEL).propose(
+      params.draft, state.draft, rows, num_draft_tokens, noise
+    )
+    return proposal.replace(logits=honest.logits), after
+
+
+class Choosy(mixed.Mixture):
+  """A row takes its proposal back after it has seen the token."""
+
+  def propose(self, *args, **named):
+    proposal, state = super().propose(*args, **named)
+    liked = jnp.cumprod(proposal.tokens < VOCAB // 2, axis=1).sum(axis=1)
+    return proposal.replace(lengths=jnp.minimum(proposal.lengths, liked)), state
+
+
+@pytest.mark.parametrize(
+  ("kind", "name", "rule"),
+  [
+    (Lying, "mixture, by the cache", "rejection"),
+    (Lying, "mixture, by the cache", "block"),
+    (Choosy, "mixture, cheap", "rejection"),
+  ],
+)
+def test_faulty_drafter_fails_the_chi_square_test(kind, name, rule):
+  """Controls."""
+  faulty = kind(tables.MODEL, target=tables.MODEL, size=tables.SIZE)
+  case = tables.CASES[name]._replace(drafter=faulty)
+  assert drafter_p_value(case, rule) < THRESHOLD
 
 
 # --- Planted faults -----------------------------------------------------------------

@@ -1,180 +1,59 @@
-"""A learned draft mixed with the cache: exactness, scores, and who proposes."""
+"""A learned draft mixed with the cache: prices, scores, and who proposes.
+
+test_equals_plain.py and test_law.py show that its outputs are exact.
+"""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
-from decoding import harness
+from decoding import harness, tables
+from decoding.tables import (
+  CHEAP,
+  DEAR,
+  DRAFT,
+  FAIR,
+  MIXTURE,
+  MODEL,
+  SOURCE,
+  VOCAB,
+  WIDTHS,
+  K,
+)
+from decoding.tables import TARGET as PARAMS
 
-from osd_jax import base, testing
+from osd_jax import base
 from osd_jax.decoding import accept as accept_lib
-from osd_jax.decoding import drafters, mixed, ngrams, rounds
+from osd_jax.decoding import mixed, ngrams, rounds
 from osd_jax.engine import steps
 
-VOCAB, K = 6, 3
-TARGET = testing.tabular_model(VOCAB)
-PARAMS = testing.random_table(VOCAB, 1, sharpness=1.5)
-OTHER = testing.random_table(VOCAB, 2, sharpness=1.5)
-DRAFTER = mixed.Mixture(TARGET, target=TARGET, size=1 << 12)
-SOURCE = jnp.full((1, 1), 3, jnp.int32)  # tabular models ignore it
-WIDTHS = (1, 3, 7, 16)
-CHEAP, FAIR, DEAR = (np.full(16, price, np.float32) for price in (1e-6, 0.3, 3.0))
-RUN = jax.jit(rounds.run_rounds, static_argnums=(0, 1))
-ABSORB = jax.jit(lambda *args: DRAFTER.absorb(*args))
+
+def decoded(served, settings, length, k=K, prices=None, drafter=MIXTURE):
+  return tables.decoded(drafter, served, settings, length, k=k, prices=prices)
 
 
-def decoded(
-  served, settings, length, rule="rejection", k=K, prices=None, drafter=DRAFTER
-):
-  """The final state of rows that the mixture drafts for, in blocks of K or by price."""
-  widths = () if prices is None else WIDTHS
-  k = k if prices is None else WIDTHS[-1]
-  source = jnp.tile(SOURCE, (settings.seed.shape[0], 1))
-  rows = TARGET, jnp.asarray(PARAMS), source, source > 0, settings, length
-  return harness.drafted_by(
-    drafter, served, k, *rows, prices=prices, run=RUN, rule=rule, widths=widths
-  )
+def served_with(draft, answers=0, preferred=None):
+  return tables.remembering(MIXTURE, draft, answers, preferred)
 
 
-def absorbed(memory, state, row=0):
-  """The memory after one row of a final state."""
-  one = jax.tree.map(lambda leaf: leaf[row : row + 1], state.draft_cache)
-  return ABSORB(memory, one, SOURCE, state.tokens[row], state.length[row])
-
-
-def served_with(draft, answers=0, length=40, preferred=None):
-  """The mixture of a draft's table after some greedy answers.
-
-  `preferred` "cache" or "draft" makes the scores of that source perfect.
-  """
-  memory, draft = DRAFTER.memory(), jnp.asarray(draft)
-  for _ in range(answers):
-    settings = harness.settings_of(1, max_length=length)
-    final = decoded(DRAFTER.with_memory(draft, memory), settings, length)
-    memory = absorbed(memory, final)
-  if preferred is not None:
-    index = np.arange(mixed.BINS + 1)
-    of_cache = (index >= mixed._DRAFT_BINS) & (index < mixed._SAMPLED)
-    right = of_cache if preferred == "cache" else ~of_cache
-    memory = memory.replace(right=memory.scored * right)
-  return DRAFTER.with_memory(draft, memory)
+def absorbed(memory, state):
+  return tables.absorbed(MIXTURE, memory, state)
 
 
 @functools.cache
-def plain(length, rule="rejection", temperature=0.0):
-  settings = harness.settings_of(4, max_length=length, temperature=temperature)
-  return harness.outputs(harness.tabular_steps(PARAMS, settings, length, rule=rule))
-
-
-@pytest.mark.parametrize("rule", accept_lib.RULES)
-@pytest.mark.parametrize("preferred", ["cache", "draft", None])
-def test_greedy_output_equals_plain_decoding(rule, preferred):
-  settings = harness.settings_of(4, max_length=40)
-  for draft in (PARAMS, OTHER):
-    served = served_with(draft, 2, preferred=preferred)
-    found = decoded(served, settings, 40, rule)
-    assert harness.outputs(found) == plain(40, rule)
-
-
-def test_coupled_output_equals_plain_decoding_with_the_same_seed():
-  settings = harness.settings_of(4, max_length=40, temperature=1.0)
-  found = decoded(served_with(OTHER, 2), settings, 40, "coupling")
-  assert harness.outputs(found) == plain(40, "coupling", 1.0)
-
-
-@pytest.mark.parametrize("preferred", ["cache", None])
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_sampled_output_has_the_law_of_the_target(preferred, rule):
-  """With `None` the sources change inside a block, as their bins say."""
-  rows, length = 40_000, 3
-  settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
-  final = decoded(served_with(OTHER, 3, preferred=preferred), settings, length, rule)
-  tokens = np.asarray(final.tokens[:, :length])
-  law = oracles.joint_law(PARAMS, length, temperature=1.0)
-  assert oracles.chi_square(oracles.joint_counts(tokens, VOCAB), law) > 1e-7
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_wrong_draft_distribution_fails_the_chi_square_test(rule):
-  """Control: the cache proposes, but acceptance sees the learned draft's logits."""
-
-  class Lying(mixed.Mixture):
-    def propose(self, params, state, rows, num_draft_tokens, noise):
-      proposal, after = super().propose(params, state, rows, num_draft_tokens, noise)
-      honest, _ = drafters.ModelDrafter(TARGET).propose(
-        params.draft, state.draft, rows, num_draft_tokens, noise
-      )
-      return proposal.replace(logits=honest.logits), after
-
-  lying = Lying(TARGET, target=TARGET, size=1 << 12)
-  rows, length = 40_000, 3
-  settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
-  served = served_with(OTHER, 3, preferred="cache")
-  state = decoded(served, settings, length, rule, drafter=lying)
-  law = oracles.joint_law(PARAMS, length, temperature=1.0)
-  counts = oracles.joint_counts(np.asarray(state.tokens[:, :length]), VOCAB)
-  assert oracles.chi_square(counts, law) < 1e-7
+def plain(length):
+  settings = harness.settings_of(4, max_length=length)
+  return harness.outputs(harness.tabular_steps(PARAMS, settings, length))
 
 
 # --- As many tokens as are worth their price ----------------------------------------
 
 
-@pytest.mark.parametrize("rule", accept_lib.RULES)
-@pytest.mark.parametrize("prices", [CHEAP, FAIR, DEAR], ids=["cheap", "fair", "dear"])
-def test_greedy_output_does_not_depend_on_prices(rule, prices):
-  settings = harness.settings_of(4, max_length=40)
-  for draft in (PARAMS, OTHER):
-    found = decoded(served_with(draft, 2), settings, 40, rule, prices=prices)
-    assert harness.outputs(found) == plain(40, rule)
-
-
-def test_coupled_output_does_not_depend_on_prices():
-  settings = harness.settings_of(4, max_length=40, temperature=1.0)
-  found = decoded(served_with(OTHER, 2), settings, 40, "coupling", prices=FAIR)
-  assert harness.outputs(found) == plain(40, "coupling", 1.0)
-
-
-def counts_by_price(drafter, prices, rule="rejection"):
-  rows, length = 40_000, 3
-  settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
-  served = served_with(OTHER, 3)
-  final = decoded(served, settings, length, rule, prices=prices, drafter=drafter)
-  return oracles.joint_counts(np.asarray(final.tokens[:, :length]), VOCAB)
-
-
-# One row with a price of .3 and a thousand rows with one of 300 stop alike.
-@pytest.mark.parametrize("price", [1e-6, 20_000.0])
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("drafter", [DRAFTER, DRAFTER.resting()], ids=["both", "cache"])
-def test_sampled_output_has_the_law_of_the_target_whatever_the_lengths(
-  drafter, rule, price
-):
-  """At the high price the cache alone proposes nothing in any row."""
-  law = oracles.joint_law(PARAMS, 3, temperature=1.0)
-  counts = counts_by_price(drafter, np.full(16, price, np.float32), rule)
-  assert oracles.chi_square(counts, law) > 1e-7
-
-
-def test_lengths_that_depend_on_the_drawn_token_fail_the_chi_square_test():
-  """Control: a row takes its proposal back after it has seen the token."""
-
-  class Choosy(mixed.Mixture):
-    def propose(self, *args, **named):
-      proposal, state = super().propose(*args, **named)
-      liked = jnp.cumprod(proposal.tokens < VOCAB // 2, axis=1).sum(axis=1)
-      return proposal.replace(lengths=jnp.minimum(proposal.lengths, liked)), state
-
-  law = oracles.joint_law(PARAMS, 3, temperature=1.0)
-  counts = counts_by_price(Choosy(TARGET, target=TARGET, size=1 << 12), CHEAP)
-  assert oracles.chi_square(counts, law) < 1e-7
-
-
 def test_dearer_tokens_are_drafted_less():
   settings = harness.settings_of(1, max_length=40)
-  served = served_with(OTHER, 2)
+  served = served_with(DRAFT, 2)
   drafted = [
     int(decoded(served, settings, 40, prices=prices).counters.drafted[0])
     / int(decoded(served, settings, 40, prices=prices).counters.rounds[0])
@@ -185,7 +64,7 @@ def test_dearer_tokens_are_drafted_less():
 
 def test_rows_together_pay_for_a_step():
   """Four rows draft on where one would not."""
-  served = served_with(OTHER, 2)
+  served = served_with(DRAFT, 2)
   judged = []
   for rows in (1, 4):
     settings = harness.settings_of(rows, max_length=40)
@@ -207,7 +86,7 @@ def test_survival_is_the_product_of_accuracies():
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_free_tokens_are_drafted_and_priceless_ones_are_not(k):
   """The timed calls of a cost table: exactly K tokens in every round."""
-  spec = rounds.DecodeSpec(TARGET, DRAFTER, widths=WIDTHS)
+  spec = rounds.DecodeSpec(MODEL, MIXTURE, widths=WIDTHS)
   largest, prices = steps.exactly(spec, k)
   settings = harness.settings_of(1, max_length=40)
   served = served_with(PARAMS)  # all are right, so that each is judged
@@ -217,8 +96,8 @@ def test_free_tokens_are_drafted_and_priceless_ones_are_not(k):
 
 
 def test_cache_alone_drafts_nothing_where_nothing_matches():
-  model = ngrams.build(TARGET, 1 << 12)
-  alone = mixed.drafter(model, False, TARGET, 0)
+  model = ngrams.build(MODEL, 1 << 12)
+  alone = mixed.drafter(model, False, MODEL, 0)
   settings = harness.settings_of(1, max_length=40)
   memory = alone.memory()
   cold = decoded(
@@ -241,9 +120,9 @@ def test_cache_alone_drafts_nothing_where_nothing_matches():
 @pytest.mark.parametrize("kind", ["resting", "alone"])
 def test_token_of_the_cache_alone_that_is_not_worth_its_price_is_not_proposed(kind):
   """The price of one token more, in tokens of all rows; each row's survives with .6."""
-  drafter, served = DRAFTER.resting(), served_with(OTHER)
+  drafter, served = MIXTURE.resting(), served_with(DRAFT)
   if kind == "alone":
-    drafter = mixed.drafter(ngrams.build(TARGET, 1 << 12), False, TARGET, 0)
+    drafter = mixed.drafter(ngrams.build(MODEL, 1 << 12), False, MODEL, 0)
     served = drafter.with_memory(None, drafter.memory())
   served = served.replace(right=0.6 * served.scored)
   for rows, price, is_worth in ((1, 0.5, True), (1, 0.7, False), (4, 2.0, True)):
@@ -261,14 +140,14 @@ def test_token_of_the_cache_alone_that_is_not_worth_its_price_is_not_proposed(ki
 def test_only_the_smallest_width_that_holds_all_proposals_is_judged(lengths, rule):
   target, (source, mask) = jnp.asarray(PARAMS), harness.no_sources(2)
   settings = harness.settings_of(2, max_length=40, temperature=1.0)
-  state = harness.start(TARGET, target, source, mask, settings, 40, record=4)
+  state = harness.start(MODEL, target, source, mask, settings, 40, record=4)
   rng = np.random.default_rng(0)
   logits = jnp.asarray(rng.normal(size=(2, 16, VOCAB)), jnp.float32)
   tokens = jnp.asarray(rng.integers(VOCAB, size=(2, 16)), jnp.int32)
   cut = base.Proposal(tokens, logits, jnp.asarray(lengths, jnp.int32))
 
   def judged(widths):
-    spec = rounds.DecodeSpec(TARGET, DRAFTER, rows=2, rule=rule, widths=widths)
+    spec = rounds.DecodeSpec(MODEL, MIXTURE, rows=2, rule=rule, widths=widths)
     return rounds.judge(spec, target, state, cut)
 
   (narrow, cache), (whole, read) = judged(WIDTHS), judged(())
@@ -292,7 +171,7 @@ def test_only_the_smallest_width_that_holds_all_proposals_is_judged(lengths, rul
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_every_emitted_position_is_scored_once_whoever_proposed(k):
   """The draft is the target, so all its tokens are right; the last two are not fed."""
-  memory = DRAFTER.memory()
+  memory = MIXTURE.memory()
   settings = harness.settings_of(1, max_length=30)
   final = decoded(served_with(PARAMS), settings, 30, k=k)
   after = absorbed(memory, final)
@@ -307,7 +186,7 @@ def test_every_emitted_position_is_scored_once_whoever_proposed(k):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_draft_is_scored_by_the_tokens_that_were_judged(temperature, k):
   settings = harness.settings_of(1, max_length=40, temperature=temperature)
-  served = served_with(OTHER, preferred="draft")
+  served = served_with(DRAFT, preferred="draft")
   final = decoded(served, settings, 40, k=k)
   drawn = np.asarray(final.draft_cache.drawn[0])
   judged = drawn[:40] >= 0
@@ -323,7 +202,7 @@ def test_tokens_of_the_cache_are_those_that_the_draft_did_not_draw(temperature, 
   by_cache = []
   for preferred in ("draft", None, "cache"):
     settings = harness.settings_of(1, max_length=40, temperature=temperature)
-    served = served_with(OTHER, 3, preferred=preferred)
+    served = served_with(DRAFT, 3, preferred=preferred)
     final = decoded(served, settings, 40, prices=prices)
     counters, drawn = final.counters, np.asarray(final.draft_cache.drawn[0])
     judged = int(np.sum(drawn[:40] >= 0))
@@ -337,10 +216,10 @@ def test_tokens_of_the_cache_are_those_that_the_draft_did_not_draw(temperature, 
 
 def test_sampled_draft_is_right_where_its_tokens_are_accepted():
   """The draft is the target: all is accepted, though it is often not its arg max."""
-  memory = DRAFTER.memory()
+  memory = MIXTURE.memory()
   for seed in range(8):
     settings = harness.settings_of(1, max_length=40, temperature=1.0, seed=seed)
-    served = DRAFTER.with_memory(jnp.asarray(PARAMS), memory)
+    served = MIXTURE.with_memory(jnp.asarray(PARAMS), memory)
     final = decoded(served, settings, 40)
     # The cache, which is certain of every token, does not displace it.
     assert int(final.counters.rounds[0]) == -(-40 // (K + 1))
@@ -354,19 +233,19 @@ def test_sampled_draft_is_right_where_its_tokens_are_accepted():
 
 def test_cache_still_displaces_a_poor_draft_in_sampled_rows():
   """A sharp target, so that its tokens repeat although they are sampled."""
-  memory, rounds_spent = DRAFTER.memory(), []
+  memory, rounds_spent = MIXTURE.memory(), []
   for seed in range(12):
     settings = harness.settings_of(1, max_length=40, temperature=0.1, seed=seed)
-    final = decoded(DRAFTER.with_memory(jnp.asarray(OTHER), memory), settings, 40)
+    final = decoded(MIXTURE.with_memory(jnp.asarray(DRAFT), memory), settings, 40)
     rounds_spent.append(int(final.counters.rounds[0]))
     memory = absorbed(memory, final)
   assert np.mean(rounds_spent[-4:]) < 0.7 * np.mean(rounds_spent[:2])
 
 
 def test_scores_of_a_wrong_draft_fall():
-  memory = DRAFTER.memory()
+  memory = MIXTURE.memory()
   wrong = jnp.asarray(np.where(PARAMS > -np.inf, -PARAMS, -np.inf))
-  served = DRAFTER.with_memory(wrong, memory)
+  served = MIXTURE.with_memory(wrong, memory)
   final = decoded(served, harness.settings_of(1, max_length=30), 30)
   after = absorbed(memory, final)
   used = np.asarray(after.scored > memory.scored)[: mixed._DRAFT_BINS]
@@ -378,16 +257,16 @@ def test_scores_of_a_wrong_draft_fall():
 def test_cache_takes_over_what_the_draft_does_not_know():
   """The same greedy answer again and again: soon every round emits K + 1 tokens."""
   settings = harness.settings_of(1, max_length=40)
-  first = decoded(served_with(OTHER), settings, 40)
-  later = decoded(served_with(OTHER, 6), settings, 40)
+  first = decoded(served_with(DRAFT), settings, 40)
+  later = decoded(served_with(DRAFT, 6), settings, 40)
   assert int(later.counters.rounds[0]) == -(-40 // (K + 1))
   assert int(first.counters.rounds[0]) > int(later.counters.rounds[0]) * 1.5
 
 
 def test_new_draft_keeps_cache_and_scores():
-  served = served_with(OTHER, 2)
+  served = served_with(DRAFT, 2)
   memory = served.replace(draft=None)
-  swapped = DRAFTER.with_memory(jnp.asarray(PARAMS), memory)
+  swapped = MIXTURE.with_memory(jnp.asarray(PARAMS), memory)
   np.testing.assert_array_equal(swapped.draft, PARAMS)
   jax.tree.map(np.testing.assert_array_equal, swapped.replace(draft=None), memory)
 

@@ -83,26 +83,35 @@ def after(ended, logits):
   return oracles.processed_probs(logits, **SAMPLED)
 
 
-def drawn(family, kind, run, rule):
-  """Tokens [ROWS, LENGTH] of one prompt; the draft is replaced after one round."""
+def started(family, kind, rows, length, seed):
+  """Rows of one prompt, what target and draft serve, and one row of their caches."""
   model, params, source, mask = target_of(family)
   draft, draft_params = draft_of(family, kind, 1)
-  settings = harness.settings_of(ROWS, max_length=LENGTH, seed=11, **SAMPLED)
   served, draft_served = model.prepare(params), draft.prepare(draft_params)
-  size = state_lib.buffer_length(LENGTH)
+  size = state_lib.buffer_length(length)
   one = harness.prefill(model, served, source, mask, size)
   read = source if kind == "independent" else one.target_states
   one_draft = harness.prefill(draft, draft_served, read, mask, size)
-  repeat = lambda tree: jax.tree.map(lambda leaf: jnp.repeat(leaf, ROWS, axis=0), tree)
   state = state_lib.initial_state(
-    model.starts(jnp.repeat(jnp.asarray(source), ROWS, axis=0)),
-    settings,
-    repeat(one),
-    repeat(one_draft),
-    LENGTH,
+    model.starts(repeated(jnp.asarray(source), rows)),
+    harness.settings_of(rows, max_length=length, seed=seed, **SAMPLED),
+    repeated(one, rows),
+    repeated(one_draft, rows),
+    length,
     0,
     VOCAB,
   )
+  return state, served, draft_served, one_draft
+
+
+def repeated(tree, rows):
+  return jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), tree)
+
+
+def drawn(family, kind, run, rule):
+  """Tokens [ROWS, LENGTH] of one prompt; the draft is replaced after one round."""
+  state, served, draft_served, _ = started(family, kind, ROWS, LENGTH, 11)
+  model, draft = target_of(family)[0], draft_of(family, kind, 1)[0]
   go = functools.partial(
     harness.rounds, model, draft, DRAFTED, served, run=run, rule=rule
   )
@@ -150,23 +159,9 @@ def test_wrong_residual_fails_the_chi_square_test_of_models(monkeypatch, rule):
 
 def test_accepted_tokens_are_fed_again_with_the_states_of_the_target():
   """Otherwise the draft would go on from its own guesses of these states."""
-  model, params, source, mask = target_of("llama")
-  draft, draft_params = draft_of("llama", "tokens", 1)
   rows, length, drafted = 16, 12, 3
-  served, draft_served = model.prepare(params), draft.prepare(draft_params)
-  size = state_lib.buffer_length(length)
-  one = harness.prefill(model, served, source, mask, size)
-  one_draft = harness.prefill(draft, draft_served, one.target_states, mask, size)
-  repeat = lambda tree: jax.tree.map(lambda leaf: jnp.repeat(leaf, rows, axis=0), tree)
-  state = state_lib.initial_state(
-    model.starts(jnp.repeat(jnp.asarray(source), rows, axis=0)),
-    harness.settings_of(rows, max_length=length, seed=3, **SAMPLED),
-    repeat(one),
-    repeat(one_draft),
-    length,
-    0,
-    VOCAB,
-  )
+  state, served, draft_served, one_draft = started("llama", "tokens", rows, length, 3)
+  model, draft = target_of("llama")[0], draft_of("llama", "tokens", 1)[0]
   go = functools.partial(harness.rounds, model, draft, drafted, served, draft_served)
   state = go(state, limit=3, until_all=False)
   running = np.asarray(state.stop_reason) == base.StopReason.RUNNING
@@ -179,7 +174,8 @@ def test_accepted_tokens_are_fed_again_with_the_states_of_the_target():
   fed = state_lib.inputs_at(state, jnp.zeros(rows, jnp.int32), length)
   before = state.target_cache.token_states[:, : length - 1]
   states = jnp.pad(before, ((0, 0), (1, 0), (0, 0)))
-  _, expected = draft.decode(draft_served, fed, repeat(one_draft), states)
+  _, expected = draft.decode(draft_served, fed, repeated(one_draft, rows), states)
+  size = state_lib.buffer_length(length)
   known = np.arange(size)[None] <= np.asarray(state.length)[:, None]
 
   def apart(cache):

@@ -7,16 +7,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
-from decoding import harness
+from decoding import harness, tables
 
 from osd_jax import testing
-from osd_jax.decoding import mixed, ngrams
+from osd_jax.decoding import ngrams
 
 VOCAB = 6
 TARGET = testing.tabular_model(VOCAB)
-PARAMS = testing.random_table(VOCAB, 1, sharpness=1.5)
 INSERT, LOOK_UP = jax.jit(ngrams.insert), jax.jit(ngrams.look_up)
 ABSORB = jax.jit(ngrams.absorb, static_argnums=0)
 
@@ -198,10 +196,6 @@ def candidates_anywhere(texts, text, order):
   return found
 
 
-def cached(size=1 << 12):
-  return ngrams.build(TARGET, size)
-
-
 def with_answers(model, answers, source):
   table = model.init(jax.random.key(0))
   for answer in answers:
@@ -211,53 +205,16 @@ def with_answers(model, answers, source):
   return table
 
 
-def prompts(rows):
-  """Prompts of one token, which tabular models ignore, and their mask."""
-  return jnp.full((rows, 1), 3, jnp.int32), jnp.ones((rows, 1), bool)
-
-
-@functools.cache
-def plain_outputs(rows, length, temperature=0.0):
-  settings = harness.settings_of(rows, max_length=length, temperature=temperature)
-  return harness.outputs(harness.tabular_steps(PARAMS, settings, length))
-
-
-def drafted_for(table, model, k, source, mask, settings, length):
-  """The final state of rows that the cache alone drafts for."""
-  drafter = mixed.drafter(model, False, TARGET, 0)
-  served = drafter.with_memory(None, drafter.memory().replace(table=table))
-  params = jnp.asarray(PARAMS)
-  return harness.drafted_by(
-    drafter, served, k, TARGET, params, source, mask, settings, length
-  )
-
-
-@pytest.mark.parametrize("K", [1, 4, 8])
-@pytest.mark.parametrize("seen", [0, 3])
-def test_greedy_output_equals_plain_decoding(K, seen):
-  model, sources = cached(), prompts(3)
-  table = with_answers(model, plain_outputs(3, 40)[:seen], sources[0][:1])
-  settings = harness.settings_of(3, max_length=40)
-  final = drafted_for(table, model, K, *sources, settings, 40)
-  assert harness.outputs(final) == plain_outputs(3, 40)
-  if seen:  # every token has been seen, so each round emits K + 1
-    assert int(final.counters.rounds[0]) == -(-40 // (K + 1))
-
-
-def test_sampled_output_has_the_law_of_the_target():
-  rows, length = 40_000, 3
-  settings = harness.settings_of(rows, max_length=length, temperature=1.0, seed=5)
-  model, sources = cached(), prompts(rows)
-  table = with_answers(model, plain_outputs(3, 40), sources[0][:1])
-  final = drafted_for(table, model, 3, *sources, settings, length)
-  assert int(final.counters.accepted.sum()) > rows / 10
-  tokens = np.asarray(final.tokens[:, :length])
-  law = oracles.joint_law(PARAMS, length, temperature=1.0)
-  assert oracles.chi_square(oracles.joint_counts(tokens, VOCAB), law) > 1e-7
+@pytest.mark.parametrize("k", [1, 8])
+def test_answers_that_were_seen_are_drafted_whole(k):
+  served = tables.remembering(tables.CACHE, None, 1)
+  settings = harness.settings_of(1, max_length=40)
+  final = tables.decoded(tables.CACHE, served, settings, 40, k=k)
+  assert int(final.counters.rounds[0]) == -(-40 // (k + 1))
 
 
 def test_teacher_forcing_names_the_same_tokens_as_decoding():
-  model = cached()
+  model = ngrams.build(TARGET, 1 << 12)
   source, mask = map(jnp.asarray, testing.random_sources(2, 9, VOCAB, seed=3))
   answers = np.random.default_rng(4).integers(2, VOCAB, (2, 20)).astype(np.int32)
   table = with_answers(model, answers.tolist(), source[:1])

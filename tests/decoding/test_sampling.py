@@ -238,27 +238,6 @@ def test_every_share_selects_an_entry_with_mass(size):
   assert (masses[np.arange(len(SHARES)), found] > 0).all()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_greedy_row_samples_its_arg_max_with_any_batch_mate(temperature):
-  logits = jnp.asarray(np.random.default_rng(2).normal(size=(6, VOCAB)), jnp.float32)
-  settings = harness.settings_of(
-    6, max_length=1, temperature=np.where(np.arange(6) % 2, temperature, 0.0)
-  )
-  zeros, nothing = jnp.zeros((6,), jnp.int32), jnp.zeros((6, 0), jnp.int32)
-  drawn = sampling.sample(logits, settings, zeros, sampling.Purpose.DRAFT, nothing)
-  expected = np.argmax(logits, -1)
-  np.testing.assert_array_equal(np.asarray(drawn)[::2], expected[::2])
-
-
-def test_make_settings_fills_every_row():
-  settings = sampling.make_settings(
-    3, temperature=0.7, top_k=5, top_p=0.9, seed=2**32 - 1, max_length=4
-  )
-  assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(settings))
-  assert settings.seed.dtype == jnp.uint32 and int(settings.seed[2]) == 2**32 - 1
-  assert settings.top_k.dtype == settings.max_length.dtype == jnp.int32
-
-
 @pytest.mark.parametrize(
   ("field", "value"),
   [

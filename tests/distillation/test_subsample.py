@@ -68,6 +68,13 @@ def test_sampling_all_positions_or_tokens_gives_the_whole_loss(config):
   assert loss(config, batch) == pytest.approx(whole, rel=1e-6)
 
 
+def test_records_with_more_entries_than_num_tokens_are_compared_in_full():
+  """`record_top_k` may exceed the default of `num_tokens`."""
+  batch = batch_of()
+  fewer, equal = (loss(ANY(num_tokens=count), batch) for count in (2, TOP_K))
+  assert fewer == equal
+
+
 def test_drawn_positions_are_distinct_and_emitted():
   batch, config = batch_of(), ANY(num_positions=4)
   sampled = draw(config, batch, KEY, VOCAB)

@@ -15,6 +15,7 @@ from decoding import harness
 from osd_jax import testing
 from osd_jax.base import EOS_ID
 from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 
 VOCAB, LENGTH, K = harness.READER_VOCAB, 12, 3
 BUCKETS = (6, 10)
@@ -24,7 +25,7 @@ target_params = draft_params = harness.reader_params  # target, same, close, far
 
 
 def config_of(rows, **changes):
-  config = engine.DecodingConfig(
+  config = DecodingConfig(
     rows=rows,
     num_draft_tokens=K,
     source_lengths=BUCKETS,
@@ -51,7 +52,7 @@ def prompts(count=9, seed=0):
 
 def greedy_requests(seed=0):
   return [
-    engine.Request(tokens, max_new_tokens=limit, tag=index)
+    Request(tokens, max_new_tokens=limit, tag=index)
     for index, (tokens, limit) in enumerate(
       zip(prompts(seed=seed), LIMITS, strict=True)
     )
@@ -123,9 +124,9 @@ def check_records(done):
 
 def sampled_requests(count=12):
   return [
-    engine.Request(
+    Request(
       np.array([3, EOS_ID], np.int32),
-      engine.SamplingConfig(
+      SamplingConfig(
         temperature=(0.0, 0.7, 1.0)[i % 3],
         top_k=(0, 3)[i % 2],
         top_p=0.9,

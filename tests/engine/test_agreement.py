@@ -12,11 +12,12 @@ from compilations import Compilations
 
 from osd_jax import base, corpus, sharding, testing
 from osd_jax.decoding import records
-from osd_jax.engine import agreement, engine, server
+from osd_jax.engine import agreement, server
+from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 from osd_jax.models import families
 
 LENGTH = 12
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   source_lengths=(tabular_pair.SOURCE_LENGTH,),
   target_length=LENGTH,
   record_top_k=4,
@@ -31,10 +32,10 @@ def pair():
 @pytest.fixture(scope="module")
 def answers(pair):
   """Answers of 1 to 12 tokens."""
-  sampling = engine.SamplingConfig(temperature=1.0)
+  sampling = SamplingConfig(temperature=1.0)
   prompts = tabular_pair.prompts(24)
   requests = [
-    engine.Request(prompt.tokens, sampling.of_request(i), max_new_tokens=1 + i % LENGTH)
+    Request(prompt.tokens, sampling.of_request(i), max_new_tokens=1 + i % LENGTH)
     for i, prompt in enumerate(prompts)
   ]
   found = server.Server(pair, DECODING).run(requests)
@@ -62,24 +63,6 @@ def test_shortest_padded_length_gives_the_same_agreement(pair, answers):
   assert set(scored_lengths) == {3, 6, 12} == set(agreement.lengths(LENGTH))
 
 
-def test_length_that_cuts_the_answer_changes_the_agreement(pair, answers):
-  """Control: the positions after the cut contribute to the result."""
-  longest = max(answers, key=lambda done: len(done.tokens))
-  whole, cut = (
-    agreement.agreement(
-      pair.draft, pair.draft_params, longest.batch, longest.settings, length
-    )
-    for length in (None, len(longest.tokens) // 2)
-  )
-  assert abs(whole.distribution_overlap[0] - cut.distribution_overlap[0]) > 1e-3
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 64, 191])
-def test_lengths_end_with_the_full_length(length):
-  assert agreement.lengths(length)[-1] == length
-  assert list(agreement.lengths(length)) == sorted(set(agreement.lengths(length)))
-
-
 def test_measuring_compiles_nothing_after_warm_up(pair):
   model = testing.tabular_model(tabular_pair.VOCAB_SIZE, "tabular, measured again")
   ready = server.Server(dataclasses.replace(pair, target=model, draft=model), DECODING)
@@ -87,7 +70,7 @@ def test_measuring_compiles_nothing_after_warm_up(pair):
   prompts = tabular_pair.prompts(6)
   with Compilations() as measuring:
     for i, prompt in enumerate(prompts):
-      request = engine.Request(prompt.tokens, max_new_tokens=(1, 4, 12)[i % 3])
+      request = Request(prompt.tokens, max_new_tokens=(1, 4, 12)[i % 3])
       for done in ready.run([request]):
         ready.learn(done)
   assert measuring.count == 0
@@ -108,9 +91,7 @@ def restricted_to(covered, model):
 def test_tokens_outside_a_short_head_have_no_mass(pair, answers, temperature, top_k):
   covered = np.array([1, 4, 2, 7], np.int32)
   short = restricted_to(covered, pair.draft)
-  settings = engine.SamplingConfig(temperature=temperature, top_k=top_k).settings(
-    LENGTH
-  )
+  settings = SamplingConfig(temperature=temperature, top_k=top_k).settings(LENGTH)
   whole = []
   for done in answers[:8]:
     arguments = (pair.draft_params, done.batch, settings, None)
@@ -278,16 +259,6 @@ def test_draft_equal_to_the_target_has_agreement_one(kept):
   np.testing.assert_allclose(np.asarray(found.acceptance_rate)[exact], 1, atol=1e-5)
 
 
-def test_positions_after_the_end_do_not_count():
-  target, draft = logits_of(7), logits_of(8)
-  batch = batch_of(target, VOCAB)
-  spoilt = np.where(np.asarray(batch.mask)[..., None], draft, np.nan)
-  np.testing.assert_array_equal(
-    measured(spoilt, batch).distribution_overlap,
-    measured(draft, batch).distribution_overlap,
-  )
-
-
 def test_agreement_scores_the_draft_teacher_forced():
   model = testing.tabular_model(VOCAB)
   table = testing.random_table(VOCAB, 0)
@@ -303,7 +274,7 @@ def test_agreement_scores_the_draft_teacher_forced():
   )
 
 
-FULL = engine.DecodingConfig(
+FULL = DecodingConfig(
   rows=3,
   source_lengths=(tabular_pair.SOURCE_LENGTH,),
   target_length=tabular_pair.TARGET_LENGTH,
@@ -314,7 +285,7 @@ FULL = engine.DecodingConfig(
 @pytest.fixture(scope="module")
 def sampled(pair):
   server = corpus.plain_server(pair, FULL, sharding.PartitionConfig())
-  sampling = engine.SamplingConfig(temperature=1.0)
+  sampling = SamplingConfig(temperature=1.0)
   return server.run(corpus.requests(tabular_pair.prompts(7), sampling))
 
 

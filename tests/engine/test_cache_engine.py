@@ -15,6 +15,7 @@ from osd_jax import base, sharding
 from osd_jax.costs import table
 from osd_jax.decoding import ngrams
 from osd_jax.engine import controller, engine
+from osd_jax.engine.requests import AdaptiveConfig, SamplingConfig
 
 SIZE = 1 << 14  # so large that salts rarely push out entries of each other
 needs_devices = pytest.mark.skipif(
@@ -36,6 +37,11 @@ def calls(finished):
   return sum(done.target_calls for done in finished)
 
 
+def absorb_all(other, finished):
+  for done in sorted(finished, key=lambda done: done.number):
+    other.absorb(done)
+
+
 @pytest.mark.parametrize("kind", ["close", "far"])
 def test_greedy_outputs_equal_the_targets_and_cost_fewer_calls_each_time(kind):
   decoder, spent = cached(kind), []
@@ -53,7 +59,7 @@ COSTS = table.RoundCosts(tuple(1.0 + 0.1 * k for k in (0, 1, 3, 7, 16)))
 
 def by_worth(rows=2, kind="far", **changes):
   """An engine whose rounds draft as many tokens as are worth it."""
-  adaptive = engine.AdaptiveConfig(candidates=(0, 1, 3, 7, 16), costs=(COSTS, COSTS))
+  adaptive = AdaptiveConfig(candidates=(0, 1, 3, 7, 16), costs=(COSTS, COSTS))
   return cached(kind, rows, num_draft_tokens=16, adaptive=adaptive, **changes)
 
 
@@ -67,51 +73,6 @@ def test_greedy_outputs_equal_the_targets_however_much_is_drafted(rows, kind):
     assert cases.texts(found) == cases.expected()
     spent.append(calls(found))
   assert spent[-1] < 0.65 * spent[0]
-
-
-def test_coupled_outputs_do_not_depend_on_how_much_is_drafted():
-  sampled = [
-    dataclasses.replace(
-      request, sampling=engine.SamplingConfig(temperature=1.0, seed=request.tag)
-    )
-    for request in cases.greedy_requests()
-  ]
-  plain = engine.Engine(
-    cases.config_of(2, acceptance_rule="coupling"), cases.TARGET, cases.target_params()
-  )
-  expected = cases.texts(plain.run(sampled))
-  for decoder in (
-    by_worth(acceptance_rule="coupling"),
-    by_worth(1, "close", acceptance_rule="coupling"),
-  ):
-    for _ in range(2):
-      assert cases.texts(decoder.run(sampled)) == expected
-
-
-def test_drafting_by_worth_continues_from_a_checkpoint():
-  one, other = by_worth(), by_worth()
-  one.run(cases.greedy_requests())
-  arrays, host = jax.tree.map(np.asarray, one.state()[0]), one.state()[1]
-  other.restore(
-    jax.tree.map(jax.numpy.asarray, arrays),
-    json.loads(json.dumps(host)),
-    lambda tag: None,
-    cases.draft_params("far"),
-  )
-  ours, theirs = (x.run(cases.greedy_requests(seed=1)) for x in (one, other))
-  figures = [[(d.target_calls, d.drafted) for d in found] for found in (ours, theirs)]
-  assert figures[0] == figures[1]
-  assert one.state()[1]["controller"] == other.state()[1]["controller"]
-
-
-def test_drafting_by_worth_compiles_two_kinds_of_calls():
-  """Plain steps and rounds of any length, with whatever prices."""
-  decoder = by_worth()
-  decoder.warm_up()
-  counted = engine.steps.advance._cache_size()
-  for seed in (0, 1):
-    decoder.run(cases.greedy_requests(seed=seed))
-  assert engine.steps.advance._cache_size() == counted
 
 
 @needs_devices
@@ -145,7 +106,7 @@ def test_requests_that_must_not_be_remembered_leave_no_trace():
     dataclasses.replace(request, remember=False) for request in cases.greedy_requests()
   ]
   before = jax.device_get(one.state()[0]["memory"])
-  one.run(requests, on_finished=other.absorb)
+  absorb_all(other, one.run(requests))
   for found in (one, other):
     jax.tree.map(np.testing.assert_array_equal, found.state()[0]["memory"], before)
   one.run(cases.greedy_requests())  # control
@@ -185,18 +146,9 @@ def test_answers_of_another_salt_save_no_call(made):
     assert sum(each_call(decoder.run(salted(salt)))) < sum(cold)
 
 
-def test_salts_compile_nothing():
-  decoder = cached()
-  decoder.run(cases.greedy_requests())
-  with Compilations() as compilations:
-    for salt in (1, 2**63, 0):
-      decoder.run(salted(salt))
-  assert compilations.count == 0
-
-
 def test_answers_of_another_engine_keep_their_salt():
   one, other = alone(), alone()
-  one.run(salted(5), on_finished=other.absorb)
+  absorb_all(other, one.run(salted(5)))
   cold = each_call(alone().run(salted(6)))
   assert each_call(other.run(salted(6))) == cold
   assert sum(each_call(other.run(salted(5)))) < sum(cold)
@@ -256,9 +208,8 @@ def test_restored_engine_has_the_same_cache():
 
 def test_answers_of_another_engine_are_drafted_from():
   one, other = cached(), cached()
-  found = one.run(cases.greedy_requests(), on_finished=other.absorb)
-  found_by = [x.state()[0]["memory"].table for x in (one, other)]
-  jax.tree.map(np.testing.assert_array_equal, *found_by)
+  found = one.run(cases.greedy_requests())
+  absorb_all(other, found)
   assert calls(other.run(cases.greedy_requests())) < calls(found)
   copied = cached()
   copied.copy_memory(one)
@@ -266,24 +217,22 @@ def test_answers_of_another_engine_are_drafted_from():
   assert calls(copied.run(cases.greedy_requests())) < calls(found)
 
 
-def test_nothing_compiles_after_the_first_requests():
-  decoder = cached()
-  decoder.run(cases.greedy_requests())
-  counted = engine.steps.absorb._cache_size()
-  decoder.run(cases.greedy_requests(seed=1))
-  assert engine.steps.absorb._cache_size() == counted
-
-
 # --- The cache alone, while the draft rests -----------------------------------------
 
-DEAR = dataclasses.replace(
-  COSTS, round_ms=(1.0, 30.0, 50.0, 90.0, 200.0), cache_ms=COSTS.round_ms
-)
+DEAR_MS = (1.0, 30.0, 50.0, 90.0, 200.0)
+
+
+def with_cache_alone(draft_ms=COSTS.round_ms):
+  """Costs of rounds with the draft, and of the cache alone."""
+  return table.RoundCosts((((draft_ms,),), ((COSTS.round_ms,),)))
+
+
+DEAR = with_cache_alone(DEAR_MS)
 
 
 def priced(costs, rows=2, kind="far", **changes):
   """An engine that chooses between draft with cache, and the cache alone."""
-  adaptive = engine.AdaptiveConfig(candidates=(0, 1, 3, 7, 16), costs=(costs, costs))
+  adaptive = AdaptiveConfig(candidates=(0, 1, 3, 7, 16), costs=(costs, costs))
   return cached(kind, rows, num_draft_tokens=16, adaptive=adaptive, **changes)
 
 
@@ -291,9 +240,9 @@ def modes(monkeypatch, cycle):
   """Makes the engine's calls follow a cycle of "draft" and "cache"; returns a list."""
   turns, noted = itertools.cycle(cycle), []
 
-  def choose(candidates, costs, state, rows, missing_ms=0.0):
+  def choose(costs, state, rows, missing_ms=0.0):
     noted.append(next(turns))
-    count = candidates[-1] if noted[-1] == "draft" else 0
+    count = costs.candidates[-1] if noted[-1] == "draft" else 0
     return dataclasses.replace(state, num_draft_tokens=count, probing=False)
 
   monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 2)
@@ -309,7 +258,7 @@ CYCLES = [("cache",), ("cache", "draft"), ("draft", "draft", "cache", "cache", "
 def test_greedy_outputs_equal_the_targets_whenever_the_draft_rests(
   monkeypatch, rows, cycle
 ):
-  decoder = priced(dataclasses.replace(COSTS, cache_ms=COSTS.round_ms), rows, "close")
+  decoder = priced(with_cache_alone(), rows, "close")
   noted, spent = modes(monkeypatch, cycle), []
   for _ in range(2):
     found = decoder.run(cases.greedy_requests())
@@ -322,7 +271,7 @@ def test_greedy_outputs_equal_the_targets_whenever_the_draft_rests(
 def test_coupled_outputs_do_not_depend_on_when_the_draft_rests(monkeypatch):
   warm = [
     dataclasses.replace(
-      request, sampling=engine.SamplingConfig(temperature=1.0, seed=request.tag)
+      request, sampling=SamplingConfig(temperature=1.0, seed=request.tag)
     )
     for request in cases.greedy_requests()
   ]
@@ -330,7 +279,7 @@ def test_coupled_outputs_do_not_depend_on_when_the_draft_rests(monkeypatch):
   config = cases.config_of(2, **rule)
   plain = engine.Engine(config, cases.TARGET, cases.target_params())
   expected = cases.texts(plain.run(warm))
-  costs = dataclasses.replace(COSTS, cache_ms=COSTS.round_ms)
+  costs = with_cache_alone()
   modes(monkeypatch, CYCLES[2])
   for decoder in (priced(costs, 3, "close", **rule), priced(costs, 1, **rule)):
     assert cases.texts(decoder.run(warm)) == expected
@@ -345,7 +294,7 @@ def test_draft_that_does_not_pay_rests_and_the_cache_goes_on():
   assert calls(found) < 0.6 * plain
   assert all(done.drafted == done.drafted_by_cache for done in found)
   # Control: without a price for the cache alone, both rest.
-  silent = priced(dataclasses.replace(DEAR, cache_ms=()))
+  silent = priced(table.RoundCosts(DEAR_MS))
   for _ in range(3):
     found = silent.run(cases.greedy_requests())
   assert calls(found) == plain
@@ -353,7 +302,7 @@ def test_draft_that_does_not_pay_rests_and_the_cache_goes_on():
 
 def share_of_draft(monkeypatch):
   """Accepted / drafted tokens of a draft equal to the target that rests at times."""
-  decoder = priced(dataclasses.replace(COSTS, cache_ms=COSTS.round_ms), 1, "same")
+  decoder = priced(with_cache_alone(), 1, "same")
   modes(monkeypatch, ("cache", "cache", "draft", "cache", "draft"))
   found = decoder.run(cases.greedy_requests())
   assert cases.texts(found) == cases.expected()
@@ -401,15 +350,15 @@ def test_rest_continues_from_a_checkpoint():
 def test_plain_steps_are_not_scored_for_the_draft_of_an_earlier_request(monkeypatch):
   """On a mesh both sources rest."""
   costs = (table.RoundCosts((1.0, 100.0)),) * 2
-  adaptive = engine.AdaptiveConfig(candidates=(0, 16), costs=costs)
+  adaptive = AdaptiveConfig(candidates=(0, 16), costs=costs)
   mesh = sharding.make(sharding.PartitionConfig(2, 1))
   decoder = cached(adaptive=adaptive, num_draft_tokens=16, partitioner=mesh)
   scored = []
   for mode in ("draft", "plain"):
     modes(monkeypatch, (mode,))
     if mode == "plain":  # from the first request on
-      state = decoder._controller.state
-      decoder._controller.state = dataclasses.replace(state, num_draft_tokens=0)
+      state = decoder.controller.state
+      decoder.controller.state = dataclasses.replace(state, num_draft_tokens=0)
     decoder.run(cases.greedy_requests())
     scored.append(jax.device_get(decoder.state()[0]["memory"].scored))
   np.testing.assert_array_equal(*scored)

@@ -7,23 +7,26 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from osd_jax import base
 from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import drafters
 from osd_jax.engine import controller, requests
 
 KS = (0, 1, 3, 5, 7)
-CONFIG = requests.AdaptiveConfig(KS)
 LENGTH, TOKENS = 64, 4000
 QUICK = hypothesis.settings(
   max_examples=60, deadline=None, derandomize=True, database=None
 )
 
 
+def costs(round_ms, *other_ms, **named_ms):
+  """Costs of a call that may use all of KS."""
+  return controller.CallCosts(KS, KS, tuple(round_ms), *other_ms, **named_ms)
+
+
 def costs_of(draft, verify, chunk=0.27, prefill=1.5):
   """Cost table in plain steps; `draft` is per draft step, `verify` per token."""
   drafting = [k * draft + 0.6 * draft + 1 + k * verify for k in KS[1:]]
-  return RoundCosts((1.0, *drafting), chunk, prefill)
+  return costs((1.0, *drafting), chunk, prefill)
 
 
 # Arguments: the cost of a draft step and of verifying a token, relative to a plain
@@ -49,11 +52,11 @@ class Simulation:
     calls: (tokens before, K, whether it was a probe) of every call.
   """
 
-  def __init__(self, costs, rows=1, seed=0, fixed=None, candidates=KS):
+  def __init__(self, costs, rows=1, seed=0, fixed=None):
     """If `fixed` is set, every round uses it as K; otherwise the policy chooses."""
-    self.costs, self.candidates, self._fixed = costs, candidates, fixed
+    self.costs, self._fixed = costs, fixed
     self.ms, self.tokens, self.calls = 0.0, 0, []
-    self.state = controller.initial(candidates, rows)
+    self.state = controller.initial(KS, rows)
     self._rng = np.random.default_rng(seed)
     self._length, self._fed = np.zeros(rows, int), np.zeros(rows, int)
     self._undrafted, self._spent = set(), 0.0
@@ -92,9 +95,7 @@ class Simulation:
     missing = chunks * self.costs.chunk_ms
     missing += len(self._undrafted) * self.costs.prefill_ms
     rows = range(len(fed))
-    self.state = controller.choose(
-      self.candidates, self.costs, self.state, rows, missing
-    )
+    self.state = controller.choose(self.costs, self.state, rows, missing)
     if self.state.num_draft_tokens:
       self._spend(missing)
       self._undrafted.clear()
@@ -104,8 +105,8 @@ class Simulation:
     k = self._choose()
     self.calls.append((self.tokens, k, self.state.probing))
     done = np.zeros((3, len(self._length)), int)  # emitted, judged, accepted
-    rounds, round_ms = 0, self.costs.round_ms[self.candidates.index(k)]
-    limit = controller.rounds(self.candidates, self.costs, self.state)
+    rounds, round_ms = 0, self.costs.round_ms[KS.index(k)]
+    limit = controller.rounds(self.costs, self.state)
     while rounds < limit and (self._length < LENGTH).all():
       rounds += 1
       for row in range(len(self._length)):
@@ -122,10 +123,10 @@ class Simulation:
 
   def _observe(self, rounds, done):
     if self._fixed is None:
-      call = controller.Call(
+      call = controller.RoundResult(
         rounds, *(tuple(row.tolist()) for row in done), self._spent
       )
-      self.state = controller.observe(self.candidates, self.costs, self.state, call)
+      self.state = controller.observe(self.costs, self.state, call)
     self._spent = 0.0
     for row in np.flatnonzero(self._length >= LENGTH).tolist():
       if self._fixed is None:
@@ -211,7 +212,7 @@ def test_probes_wait_until_the_draft_has_little_to_catch_up():
 
 def test_margin_reduces_switching_at_equal_costs(monkeypatch):
   """If drafting and plain decoding cost the same, the margin prevents most changes."""
-  even = RoundCosts((1.0, 1.5, 2.5, 3.5, 4.5))  # at acceptance .5, K = 1 breaks even
+  even = costs((1.0, 1.5, 2.5, 3.5, 4.5))  # at acceptance .5, K = 1 breaks even
 
   def changes(margin):
     monkeypatch.setattr(controller, "MARGIN", margin)
@@ -239,7 +240,7 @@ def state_of(rates, judged=1e12, **changes):
 
 
 TABLE = st.builds(
-  lambda ms: RoundCosts(tuple(np.cumsum(ms).tolist())),
+  lambda ms: costs(np.cumsum(ms).tolist()),
   st.lists(st.floats(0.01, 2), min_size=5, max_size=5),
 )
 
@@ -248,7 +249,7 @@ TABLE = st.builds(
 @hypothesis.given(TABLE, st.lists(RATES, min_size=1, max_size=4))
 def test_chosen_k_minimizes_milliseconds_per_token(costs, rates):
   state = state_of(rates, num_draft_tokens=3)
-  chosen = controller.choose(KS, costs, state, range(len(rates)))
+  chosen = controller.choose(costs, state, range(len(rates)))
   ms = [
     cost / np.mean([(sum(rate**i for i in range(k + 1))) for rate in rates])
     for k, cost in zip(KS, costs.round_ms, strict=True)
@@ -261,23 +262,34 @@ def test_chosen_k_minimizes_milliseconds_per_token(costs, rates):
 
 def test_drafting_stops_only_with_enough_evidence():
   """Going back to drafting takes a probe, which must be saved for first."""
-  costs = RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
+  prices = costs((1.0, 1.5, 2.2, 3.2, 4.2))
   for judged, expected in ((20, 1), (20_000, 0)):
     state = state_of([0.45], judged, num_draft_tokens=1)
-    plain, *drafting = controller.token_ms(KS, costs, state, [0])
+    plain, *drafting = controller.token_ms(prices, state, [0])
     # By the estimate alone, plain decoding is cheaper.
     assert plain * (1 + controller.MARGIN) < min(drafting)
-    assert controller.choose(KS, costs, state, [0]).num_draft_tokens == expected
+    assert controller.choose(prices, state, [0]).num_draft_tokens == expected
   hopeless = state_of([0.2], 20, num_draft_tokens=1)
-  assert controller.choose(KS, costs, hopeless, [0]).num_draft_tokens == 0
+  assert controller.choose(prices, hopeless, [0]).num_draft_tokens == 0
+
+
+def test_rows_that_must_not_draft_make_drafting_worth_less():
+  prices = costs((1.0, 1.3, 1.6, 2.0, 2.4))
+  drafted = [
+    controller.choose(
+      prices, state_of([0.9] * 4, num_draft_tokens=3, undrafted=rows), range(4)
+    ).num_draft_tokens
+    for rows in ((), (0,), (0, 1, 2))
+  ]
+  assert drafted[0] >= drafted[1] > drafted[2] == 0
 
 
 def test_prefill_cost_stops_drafting_for_short_answers():
   """For short answers the prefill outweighs the small gain of this draft."""
-  costs = RoundCosts((1.0, 1.7, 2.0, 3.0, 4.0), prefill_ms=2.0)
+  prices = costs((1.0, 1.7, 2.0, 3.0, 4.0), prefill_ms=2.0)
   for tokens, expected in ((8.0, 0), (1000.0, 3)):
     state = state_of([0.6], num_draft_tokens=3, requests=1.0, tokens=tokens)
-    chosen = controller.choose(KS, costs, state, [0])
+    chosen = controller.choose(prices, state, [0])
     assert chosen.num_draft_tokens == expected
 
 
@@ -286,45 +298,45 @@ def test_probe_waits_until_it_is_paid_for():
   state = state_of([0.1], num_draft_tokens=0)
   for saved, missing, probes in ((5.0, 1.0, True), (5.0, 9.0, False), (0, 0, False)):
     saving = dataclasses.replace(state, saved_ms=saved)
-    chosen = controller.choose(KS, costs, saving, [0], missing)
+    chosen = controller.choose(costs, saving, [0], missing)
     assert chosen.probing == (chosen.num_draft_tokens > 0) == probes
 
 
 def test_price_of_a_probe_subtracts_its_expected_tokens():
   """If the expected tokens are worth the rounds, a probe is free."""
-  costs = RoundCosts((1.0, 1.5, 2.2, 3.2, 4.2))
+  prices = costs((1.0, 1.5, 2.2, 3.2, 4.2))
   for rate, price in ((0.5, 0.0), (0.25, 8 * 0.25), (0.0, 8 * 0.5)):
     for saved, probes in ((price - 0.1, price == 0), (price + 0.1, True)):
       state = state_of([rate], saved_ms=max(saved, 0.0))
-      assert controller.choose(KS, costs, state, [0]).probing == probes
+      assert controller.choose(prices, state, [0]).probing == probes
 
 
 def test_debt_is_repaid_after_a_fixed_number_of_plain_steps():
   costs = TABLES["light draft"]
   state = state_of([0.1], num_draft_tokens=7, saved_ms=1.0)
-  dear = controller.Call(8, (8,), (56,), (0,), catch_up_ms=1e6)
-  state = controller.observe(KS, costs, state, dear)
+  dear = controller.RoundResult(8, (8,), (56,), (0,), catch_up_ms=1e6)
+  state = controller.observe(costs, state, dear)
   owed = controller.PROBE_SHARE * controller.DEBT  # plain steps take 1 ms
   assert state.saved_ms == pytest.approx(-owed)
   state = dataclasses.replace(state, num_draft_tokens=0)
-  plain = controller.Call(controller.DEBT, (controller.DEBT,), (0,), (0,))
-  assert controller.observe(KS, costs, state, plain).saved_ms == pytest.approx(0.0)
+  plain = controller.RoundResult(controller.DEBT, (controller.DEBT,), (0,), (0,))
+  assert controller.observe(costs, state, plain).saved_ms == pytest.approx(0.0)
 
 
 def test_calls_get_more_rounds_if_their_overhead_is_large():
   """Calls are so long that their overhead is half a percent; probes stay short."""
   state = state_of([0.5], num_draft_tokens=3)
   for call_ms, expected in ((0.0, 8), (0.01, 8), (1.0, 100)):
-    costs = RoundCosts((1.0, 1.5, 2.0, 3.0, 4.0), call_ms=call_ms)
-    assert controller.rounds(KS, costs, state) == expected
+    prices = costs((1.0, 1.5, 2.0, 3.0, 4.0), call_ms=call_ms)
+    assert controller.rounds(prices, state) == expected
     probe = dataclasses.replace(state, probing=True)
-    assert controller.rounds(KS, costs, probe) == controller.ROUNDS_PER_CALL
+    assert controller.rounds(prices, probe) == controller.ROUNDS_PER_CALL
 
 
 def test_acceptance_is_estimated_per_row():
-  call = controller.Call(8, (20, 10), (30, 30), (27, 3))
+  call = controller.RoundResult(8, (20, 10), (30, 30), (27, 3))
   state = controller.observe(
-    KS, TABLES["tiny draft"], state_of([0, 0], num_draft_tokens=3), call
+    TABLES["tiny draft"], state_of([0, 0], num_draft_tokens=3), call
   )
   state = dataclasses.replace(
     state,
@@ -349,17 +361,17 @@ def test_acceptance_is_estimated_per_row():
 def test_k_is_a_candidate_and_state_is_finite_after_any_calls(calls, name):
   state, costs = controller.initial(KS, 1), TABLES[name]
   for rounds, accepted in calls:
-    state = controller.choose(KS, costs, state, [0])
+    state = controller.choose(costs, state, [0])
     k = state.num_draft_tokens
     assert k in KS and (k > 0 or not state.probing)
     accepted = min(accepted, k)
-    call = controller.Call(
+    call = controller.RoundResult(
       rounds,
       (rounds * (accepted + 1),),
       (rounds * min(accepted + 1, k),),
       (rounds * accepted,),
     )
-    state = controller.observe(KS, costs, state, call)
+    state = controller.observe(costs, state, call)
     assert 0 <= controller.acceptance(state, 0) <= 1
     assert np.isfinite(state.saved_ms) and state.pool_judged > 0
 
@@ -384,31 +396,22 @@ def test_invalid_settings_are_named(field, value):
     requests.AdaptiveConfig(**{field: value})
 
 
-@pytest.mark.parametrize(
-  ("field", "values"),
-  [
-    ("round_ms", {"round_ms": ()}),
-    ("round_ms", {"round_ms": (1.0, 0.0)}),
-    ("chunk_ms", {"round_ms": (1.0,), "chunk_ms": -1.0}),
-    ("prefill_ms", {"round_ms": (1.0,), "prefill_ms": -1.0}),
-    ("call_ms", {"round_ms": (1.0,), "call_ms": -1.0}),
-  ],
-)
-def test_costs_out_of_range_are_named(field, values):
-  with pytest.raises(ValueError, match=rf"RoundCosts\.{field}: received"):
-    RoundCosts(**values)
-
-
 def test_up_to_drops_larger_candidates_and_their_costs():
-  cut = dataclasses.replace(CONFIG, costs=(TABLES["tiny draft"],)).up_to(4)
-  assert cut.candidates == (0, 1, 3)
-  assert cut.costs[0].round_ms == TABLES["tiny draft"].round_ms[:3]
+  table = RoundCosts((1.0, 2.0, 3.0, 4.0, 5.0))
+  cut = requests.AdaptiveConfig(KS, costs=(table,)).up_to(4)
+  assert cut.candidates == (0, 1, 3) == cut.costs[0].num_draft_tokens
+  assert cut.costs[0].ms.ravel().tolist() == [1, 2, 3]
 
 
 # --- Drafters that stop by themselves -----------------------------------------------
 
 LARGER = requests.AdaptiveConfig().candidates
-LINEAR = RoundCosts(tuple(2.0 + 0.25 * k for k in LARGER), chunk_ms=0.2, prefill_ms=0.5)
+LINEAR = RoundCosts(
+  tuple(2.0 + 0.25 * k for k in LARGER),
+  chunk_ms=0.2,
+  prefill_ms=0.5,
+  num_draft_tokens=LARGER,
+)
 
 
 def stopping(costs=LINEAR, rows=1):
@@ -432,7 +435,9 @@ def served(choosing, drafted, accepted, tokens, costs=LINEAR):
     ms += count * float(np.interp(k, LARGER, costs.round_ms))
     emitted += count * (right + 1)
     choosing.observe(
-      controller.Call(count, (count * (right + 1),), (count * k,), (count * right,))
+      controller.RoundResult(
+        count, (count * (right + 1),), (count * k,), (count * right,)
+      )
     )
   return ms, emitted
 
@@ -441,8 +446,8 @@ def served(choosing, drafted, accepted, tokens, costs=LINEAR):
 def test_price_of_a_token_is_the_number_that_could_be_emitted_in_its_time(rows):
   choosing = stopping(rows=rows)
   chosen = choosing.choose(8, False, range(rows), 0, 0)
-  state, costs = choosing.state, choosing._costs_at(choosing.state.drafted)
-  row_ms = min(controller.token_ms((0, 16), costs, state, range(rows)))
+  round_ms = LINEAR.at(3)  # the mean that is assumed at the start
+  row_ms = round_ms / sum(controller.START**i for i in range(4))
   assert chosen.num_draft_tokens == 16
   np.testing.assert_allclose(chosen.prices, 0.25 * rows / row_ms, rtol=1e-5)
 
@@ -490,7 +495,7 @@ def test_mean_length_follows_the_rounds():
 @pytest.mark.parametrize(("rows", "drafts"), [((0,), True), ((0, 1, 2, 3), False)])
 def test_drafting_pays_for_one_row_but_not_for_four(rows, drafts):
   """The time of a round depends on how many rows hold a request."""
-  costs = RoundCosts((10.0, 40.0), lone_ms=(10.0, 11.0), rows=4)
+  costs = RoundCosts((((10.0, 11.0), (10.0, 40.0)),), rows=4)
   policy = requests.AdaptiveConfig((0, 3), costs=(costs,))
   decoding = requests.DecodingConfig(
     rows=4, num_draft_tokens=3, source_lengths=(8,), adaptive=policy
@@ -502,14 +507,17 @@ def test_drafting_pays_for_one_row_but_not_for_four(rows, drafts):
     of_rows = lambda number: tuple(number * (row in rows) for row in range(4))
     emitted = count * (1 + k * 2 // 3)
     figures = of_rows(emitted), of_rows(count * k), of_rows(emitted - count)
-    choosing.observe(controller.Call(count, *figures))
+    choosing.observe(controller.RoundResult(count, *figures))
     calls.append(k > 0)
   assert (sum(calls[20:]) > 15) == drafts
 
 
 # --- Mixtures, whose cache goes on alone while the draft rests ----------------------
 
-CACHED = dataclasses.replace(LINEAR, cache_ms=tuple(2.0 + 0.05 * k for k in LARGER))
+ALONE_MS = tuple(2.0 + 0.05 * k for k in LARGER)
+CACHED = dataclasses.replace(
+  LINEAR, round_ms=tuple(((ms,),) for ms in (LINEAR.round_ms, ALONE_MS))
+)
 
 
 def mixed(choosing, accepted, alone, tokens):
@@ -528,13 +536,13 @@ def mixed(choosing, accepted, alone, tokens):
     chosen = choosing.choose(8, False, [0], 0, 0)
     assert chosen.num_draft_tokens == 16 and chosen.prices is not None
     right = alone if chosen.by_cache else accepted
-    table = CACHED.cache_ms if chosen.by_cache else CACHED.round_ms
+    table = ALONE_MS if chosen.by_cache else LINEAR.round_ms
     count = chosen.max_rounds
     spent = count * float(np.interp(right + 1, LARGER, table))
     ms, emitted = ms + spent, emitted + count * (right + 1)
     drafting += 0 if chosen.by_cache else count * (right + 1)
     figures = (count * (right + 1),), (count * (right + 1),), (count * right,)
-    choosing.observe(controller.Call(count, *figures))
+    choosing.observe(controller.RoundResult(count, *figures))
   return ms / emitted, drafting / emitted
 
 
@@ -547,7 +555,7 @@ def test_the_faster_of_draft_and_cache_alone_is_found(accepted, alone, drafts):
   ms, share = mixed(choosing, accepted, alone, 4000)
   best = min(
     np.interp(count + 1, LARGER, table) / (count + 1)
-    for count, table in ((accepted, CACHED.round_ms), (alone, CACHED.cache_ms))
+    for count, table in ((accepted, LINEAR.round_ms), (alone, ALONE_MS))
   )
   assert ms < 1.03 * best
   assert share > 0.9 if drafts else share < 0.2
@@ -567,7 +575,7 @@ def test_tries_of_the_cache_alone_cost_two_per_cent_at_most():
   mixed(choosing, 6, 0, 500)
   ms, share = mixed(choosing, 6, 0, 4000)
   assert share < 1  # otherwise nothing was tried
-  assert ms < 1.02 * np.interp(7, LARGER, CACHED.round_ms) / 7
+  assert ms < 1.02 * np.interp(7, LARGER, LINEAR.round_ms) / 7
 
 
 def test_prices_of_the_cache_alone_leave_the_draft_out():
@@ -578,8 +586,3 @@ def test_prices_of_the_cache_alone_leave_the_draft_out():
   assert alone.by_cache and not drafting.by_cache
   np.testing.assert_allclose(alone.prices, 0.05 / 2.0, rtol=0.1)
   assert (alone.prices < drafting.prices).all()
-
-
-def test_table_of_the_cache_alone_needs_an_entry_for_every_k():
-  with pytest.raises(base.InputError, match=r"RoundCosts.cache_ms"):
-    RoundCosts((1.0, 2.0), cache_ms=(1.0,))

@@ -19,11 +19,12 @@ from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import drafters
 from osd_jax.decoding import state as state_lib
 from osd_jax.engine import controller, engine, measurement, steps
+from osd_jax.engine.requests import AdaptiveConfig, Request, SamplingConfig
 
 BUCKETS = cases.BUCKETS
 KS = (0, 1, 3)
 TABLE = RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
-POLICY = engine.AdaptiveConfig(candidates=KS, costs=(TABLE,) * len(BUCKETS))
+POLICY = AdaptiveConfig(candidates=KS, costs=(TABLE,) * len(BUCKETS))
 CYCLE = (3, 0, 0, 1, 0, 3, 3, 0, 0, 0)
 VOCAB = 8
 
@@ -32,7 +33,7 @@ def scheduled(monkeypatch, cycle=CYCLE):
   """Makes K follow a cycle; returns a list of (K, missing_ms) of all choices."""
   turns, noted = itertools.cycle(cycle), []
 
-  def choose(candidates, costs, state, rows, missing_ms=0.0):
+  def choose(costs, state, rows, missing_ms=0.0):
     noted.append((next(turns), missing_ms))
     return dataclasses.replace(state, num_draft_tokens=noted[-1][0])
 
@@ -195,16 +196,6 @@ def test_cache_after_catching_up_equals_a_complete_one():
   assert differing(level, expected) == {0, 1, 4, 5}
 
 
-def test_catching_up_ignores_stopped_rows():
-  state, _ = behind([20, 5], [0, 4], limit=20)
-  reasons = jnp.asarray([StopReason.EMPTY, StopReason.RUNNING], jnp.int32)
-  assert caught_up(state.replace(stop_reason=reasons)).length.tolist() == [0, 4]
-
-
-def test_buffer_has_room_for_a_chunk_at_the_limit():
-  assert drafters.CHUNK <= state_lib.buffer_length(0)
-
-
 # --- With the policy ----------------------------------------------------------------
 
 
@@ -256,22 +247,7 @@ def test_policy_does_not_draft_for_requests_that_must_not(monkeypatch):
     assert cases.texts(decoder.run(asked))[:9] == cases.expected()
     shares.append(np.mean(np.asarray(chosen) > 0))
   assert shares[1] == 0 < 0.8 < min(shares[0], shares[2])
-  assert controller.acceptance(decoder._controller.state, 0) > 0.9
-
-
-def test_rows_that_must_not_draft_make_drafting_worth_less():
-  costs = RoundCosts((1.0, 1.4, 2.2))
-  state = dataclasses.replace(
-    controller.initial(KS, 4), pool_accepted=90.0, pool_judged=100.0
-  )
-  one_mute, three_mute = (
-    dataclasses.replace(state, undrafted=rows) for rows in ((0,), (0, 1, 2))
-  )
-  chosen = [
-    controller.choose(KS, costs, each, range(4)).num_draft_tokens
-    for each in (state, one_mute, three_mute)
-  ]
-  assert chosen[0] >= chosen[1] > chosen[2] == 0
+  assert controller.acceptance(decoder.controller.state, 0) > 0.9
 
 
 def test_rows_in_flight_continue_in_another_engine(monkeypatch):
@@ -296,9 +272,9 @@ def test_rows_in_flight_continue_in_another_engine(monkeypatch):
 
   def rest(decoder):
     scheduled(monkeypatch, (0, 3, 1, 0))
-    observed, observe = [], decoder._controller.observe
+    observed, observe = [], decoder.controller.observe
     monkeypatch.setattr(
-      decoder._controller,
+      decoder.controller,
       "observe",
       lambda call: (observed.append(call), observe(call)),
     )
@@ -329,24 +305,22 @@ def test_greedy_and_sampled_rounds_are_measured_if_no_costs_are_given(monkeypatc
   assert cases.texts(decoder.run(cases.greedy_requests())) == cases.expected()
   counts = {t: temperatures.count(t) for t in set(temperatures)}
   assert set(counts) == {(0.0,) * 3, (1.0,) * 3} and min(counts.values()) >= len(KS)
-  tables = decoder.state()[1]["controller"]["costs"]
-  kinds = [(bucket, sampled) for bucket, sampled, _ in tables]
-  assert sorted(kinds) == sorted(itertools.product(BUCKETS, (False, True)))
-  for *_, table in tables:
-    ms = list(table["round_ms"])
-    assert len(ms) == len(KS) and ms == sorted(ms) and ms[0] > 0
-    assert table["prefill_ms"] > 0 and table["chunk_ms"] >= 0
+  assert sorted(decoder.measured) == sorted(BUCKETS)
+  for costs in decoder.measured.values():
+    assert costs.ms.shape[1:] == (2, 2, len(KS))  # sampled, rows, K
+    assert (np.diff(costs.ms) >= 0).all() and (costs.ms > 0).all()
+    assert costs.prefill_ms > 0 and costs.chunk_ms >= 0
 
 
 @pytest.mark.parametrize("first", ["greedy", "sampled"])
 def test_sampled_batches_use_the_sampled_cost_table(first):
   """Drafting pays for all-greedy batches alone; mixed batches use the sampled table."""
-  pays, never = (RoundCosts((1.0, ms, ms)) for ms in (1.01, 1e3))
-  decoder = make("same", rows=2)
-  decoder._controller.costs |= {(bucket, True): never for bucket in BUCKETS}
-  decoder._controller.costs |= {(bucket, False): pays for bucket in BUCKETS}
+  pays, never = ((1.0, ms, ms) for ms in (1.01, 1e3))
+  costs = RoundCosts(((pays,), (never,)))  # greedy, sampled
+  policy = dataclasses.replace(POLICY, costs=(costs,) * len(BUCKETS))
+  decoder = make("same", rows=2, policy=policy)
   greedy = [dataclasses.replace(r, tag=None) for r in cases.greedy_requests()]
-  warm = engine.SamplingConfig(temperature=1.0)
+  warm = SamplingConfig(temperature=1.0)
   sampled = [dataclasses.replace(r, sampling=warm, tag="sampled") for r in greedy]
   batches = {"greedy": greedy, "sampled": sampled, "mixed": [*greedy, *sampled]}
   shares = {}
@@ -387,7 +361,7 @@ def test_serving_compiles_nothing_after_warm_up(monkeypatch, policy):
     assert {k for k, _ in noted} == set(KS) and any(k and ms for k, ms in noted)
   longer = dataclasses.replace(config, target_length=cases.LENGTH + 1)
   with Compilations() as more:  # control: another shape does compile
-    paired(model, tables, longer).run([engine.Request(np.array([3, 1], np.int32))])
+    paired(model, tables, longer).run([Request(np.array([3, 1], np.int32))])
   assert more.count > 0
 
 
@@ -399,7 +373,7 @@ def test_rows_split_over_devices_give_the_same_outputs(monkeypatch):
   policy = dataclasses.replace(POLICY, costs=(TABLE,))
   config = cases.config_of(2, source_lengths=(4,), record_top_k=4, adaptive=policy)
   greedy = [
-    dataclasses.replace(request, sampling=engine.SamplingConfig())
+    dataclasses.replace(request, sampling=SamplingConfig())
     for request in cases.sampled_requests()
   ]
   placed = [partitioner.place_params(model, table) for table in tables]
@@ -438,7 +412,7 @@ class Record(NamedTuple):
   done: list[float]
   prompts: list[tuple[int, ...]]
   chunks: list[int]
-  calls: list[controller.Call]
+  calls: list[controller.RoundResult]
 
 
 def recording(monkeypatch, cycle):
@@ -446,16 +420,16 @@ def recording(monkeypatch, cycle):
   right = controller.observe
   record, turns = Record([], [], [], [], []), itertools.cycle(cycle)
 
-  def choose(candidates, costs, state, rows, missing_ms):
+  def choose(costs, state, rows, missing_ms):
     turn = next(turns)
     if turn:
       record.missing.append(missing_ms)
       record.done.append(0.0)
     return dataclasses.replace(state, num_draft_tokens=abs(turn), probing=turn < 0)
 
-  def observe(candidates, costs, state, call):
-    record.calls.append(call)
-    return right(candidates, costs, state, call)
+  def observe(costs, state, result):
+    record.calls.append(result)
+    return right(costs, state, result)
 
   def insert(spec, served, state, batch):
     record.prompts.append(tuple(batch.source[0]))
@@ -504,18 +478,10 @@ def test_observe_receives_the_cost_of_all_draft_work(monkeypatch):
   assert spent == pytest.approx(prefills_ms + chunks_ms)
 
 
-def test_draft_reads_each_prompt_at_most_once(monkeypatch):
-  record = recording(monkeypatch, (0, 1))
-  make().run(cases.greedy_requests())
-  assert len(set(record.prompts)) == len(record.prompts)
-  late = sum(ms >= TABLE.prefill_ms for ms in record.done)
-  assert 0 < late < len(record.chunks)
-
-
 def test_requests_after_a_probe_are_not_prefilled_for_the_draft(monkeypatch):
   """Requests of one token; every second one is decoded plainly, after a probe."""
   record = recording(monkeypatch, (-1, 0))
-  requests = [engine.Request(tokens, max_new_tokens=1) for tokens in cases.prompts(6)]
+  requests = [Request(tokens, max_new_tokens=1) for tokens in cases.prompts(6)]
   make(rows=1).run(requests)
   assert [call.catch_up_ms for call in record.calls] == [TABLE.prefill_ms, 0.0] * 3
 

@@ -14,14 +14,20 @@ from osd_jax import testing
 from osd_jax.base import EOS_ID
 from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import controller, engine
+from osd_jax.engine.requests import (
+  AdaptiveConfig,
+  DecodingConfig,
+  Request,
+  SamplingConfig,
+)
 
 VOCAB, LENGTH, K = 64, 12, 3
 BUCKETS = (6, 10)
 LIMITS = (None, 1, 7, None, 3, 12)
 PENALTIES = (1.0, 1.0, 1.8, 1.0, 1.0, 1.4)  # more than B requests: rows are reused
 TABLE = RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
-POLICY = engine.AdaptiveConfig(candidates=(0, 1, 3), costs=(TABLE,) * 2)
-CONFIG = engine.DecodingConfig(
+POLICY = AdaptiveConfig(candidates=(0, 1, 3), costs=(TABLE,) * 2)
+CONFIG = DecodingConfig(
   rows=3,
   num_draft_tokens=K,
   source_lengths=BUCKETS,
@@ -36,9 +42,9 @@ FAMILY = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def requests(target):
   sources = testing.random_sources(len(LIMITS), BUCKETS[-1], VOCAB, 0, target.pad_id)
   return [
-    engine.Request(
+    Request(
       row[keep],
-      engine.SamplingConfig(repetition_penalty=penalty),
+      SamplingConfig(repetition_penalty=penalty),
       max_new_tokens=limit,
     )
     for row, keep, limit, penalty in zip(*sources, LIMITS, PENALTIES, strict=True)
@@ -108,7 +114,9 @@ def test_greedy_output_equals_plain_decoding_with_any_draft(target):
   np.testing.assert_allclose(np.exp(kept).sum(-1), 1, atol=1e-4)
 
 
-MIXED = dataclasses.replace(TABLE, cache_ms=(1.0, 1.1, 1.2))
+MIXED = dataclasses.replace(
+  TABLE, round_ms=(((TABLE.round_ms,),), (((1.0, 1.1, 1.2),),))
+)
 CACHED = dataclasses.replace(POLICY, costs=(MIXED,) * 2)
 
 
@@ -123,7 +131,7 @@ def test_draft_equal_to_the_target_is_fully_accepted_after_pauses(
 ):
   """Meanwhile the target decodes plainly, or with the n-gram cache alone."""
   cycle = iter([0, 0, 3, 0, 3] * 99)
-  choose = lambda candidates, costs, state, rows, missing: dataclasses.replace(
+  choose = lambda costs, state, rows, missing: dataclasses.replace(
     state, num_draft_tokens=next(cycle)
   )
   monkeypatch.setattr(controller, "choose", choose)
@@ -152,11 +160,6 @@ def light_draft(**left_out):
 
 def covered():
   return np.unique(np.concatenate([*expected(harness.TARGET), [EOS_ID]]))
-
-
-def test_approximate_draft_changes_no_output():
-  found = light_draft(int8=True, shortlist=5).run(requests(harness.TARGET))
-  assert tokens(found) == expected(harness.TARGET)
 
 
 def test_tokens_covered_by_a_shortlist_are_accepted():

@@ -14,6 +14,7 @@ from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.distillation import schedule as schedule_lib
 from osd_jax.distillation.learner import Learner
 from osd_jax.engine import engine, measurement, steps
+from osd_jax.engine.requests import AdaptiveConfig, Request, SamplingConfig
 from osd_jax.engine.server import Server
 
 BUCKET = 6
@@ -30,7 +31,7 @@ def test_measuring_a_server_changes_no_state(pair, tmp_path):
   with Server(config.pair, config.decoding, config.learning) as server:
     server.seed([])
     before = np.asarray(server.learner.state()[0]["learner"].step)
-    found = measurement.measure(server, BUCKET, True, config.sampling, lines.append)
+    found = measurement.measure_run(server, BUCKET, True, config.sampling, lines.append)
     after = np.asarray(server.learner.state()[0]["learner"].step)
   assert after == before and len(lines) == 2 and "Measuring costs" in lines[0]
   assert (found.online.rows, found.online.num_draft_tokens) == (2, (3,))
@@ -81,16 +82,28 @@ def test_model_with_100_ms_steps_is_measured_within_10_seconds(
   decoding = config.decoding
   if candidates:
     costs = (RoundCosts((1.0, 1.0, 1.0)),)
-    adaptive = engine.AdaptiveConfig(candidates=candidates, costs=costs)
+    adaptive = AdaptiveConfig(candidates=candidates, costs=costs)
     decoding = dataclasses.replace(decoding, adaptive=adaptive)
   with Server(config.pair, decoding, config.learning) as server:
     server.seed([])
     slow_model[0] = 0.0
-    found = measurement.measure(server, BUCKET, True, config.sampling)
+    found = measurement.measure_run(server, BUCKET, True, config.sampling)
   assert slow_model[0] <= 10.0
   # 8 ms for each of three drafted tokens, and two slices of 300 ms per update.
   assert found.online.round_ms[-1] == pytest.approx(124.0)
   assert found.update_ms == pytest.approx(600.0)
+
+
+def test_run_does_not_measure_rounds_again(pair, tmp_path, slow_model, monkeypatch):
+  config = tiny_online.config(pair, tmp_path, rows=2)
+  decoding = dataclasses.replace(config.decoding, adaptive=AdaptiveConfig((0, 1, 3)))
+  with Server(config.pair, decoding, config.learning) as server:
+    server.warm_up()
+    rounds = server.engine.measured[BUCKET]
+    before = slow_model[0]
+    costs = measurement.measure_run(server, BUCKET, False, config.sampling)
+  assert costs.online == rounds.flat(False)
+  assert slow_model[0] - before < 4.0
 
 
 def test_rounds_are_timed_with_one_row_and_with_all(slow_model, monkeypatch):
@@ -107,31 +120,31 @@ def test_rounds_are_timed_with_one_row_and_with_all(slow_model, monkeypatch):
   changed = harness.Changed(measurement.steps, advance=by_rows)
   monkeypatch.setattr(measurement, "steps", changed)
   config = cases.config_of(3, source_lengths=(6,), target_length=9)
-  decoding = dataclasses.replace(config, adaptive=engine.AdaptiveConfig((0, 1, 3)))
+  decoding = dataclasses.replace(config, adaptive=AdaptiveConfig((0, 1, 3)))
   params = cases.target_params()
   made = engine.Engine(decoding, cases.TARGET, params, cases.TARGET, params)
-  made.run([engine.Request(np.full(4, 7, np.int32), max_new_tokens=1)])
-  found = made._controller.costs[6, False]
-  assert found.round_ms == pytest.approx((30, 31, 33))
-  assert found.lone_ms == pytest.approx((10, 11, 13))
-  assert found.in_use(2).round_ms == pytest.approx((20, 21, 23))
+  made.run([Request(np.full(4, 7, np.int32), max_new_tokens=1)])
+  costs = made.measured[6]
+  assert costs.rounds()[0] == pytest.approx((30, 31, 33))
+  assert costs.rounds(rows=1)[0] == pytest.approx((10, 11, 13))
 
 
 def test_tables_of_all_buckets_share_one_budget(slow_model):
   """Six buckets; the last ones take the tables of the nearest measured bucket."""
   buckets, lines = (4, 5, 6, 7, 8, 9), []
   config = cases.config_of(2, source_lengths=buckets)
-  decoding = dataclasses.replace(config, adaptive=engine.AdaptiveConfig((0, 1, 3)))
+  decoding = dataclasses.replace(config, adaptive=AdaptiveConfig((0, 1, 3)))
   params = cases.target_params()
   made = engine.Engine(decoding, cases.TARGET, params, cases.TARGET, params)
   made.report = lambda line: lines.append(line) if "Measuring" in line else None
   slow_model[0] = 0.0
-  made.run([engine.Request(np.full(n, 7, np.int32), max_new_tokens=1) for n in buckets])
-  tables = made._controller.costs
-  assert len(tables) == 2 * len(buckets)
-  assert 2 <= len(lines) < len(buckets) and "prompts of 4 tokens" in lines[0]
-  assert tables[9, True] is tables[3 + len(lines), True]  # the nearest one
-  assert made._tables._left >= 0 and tables[4, False].round_ms[0] == pytest.approx(100)
+  made.run([Request(np.full(n, 7, np.int32), max_new_tokens=1) for n in buckets])
+  tables = made.controller.costs
+  assert len(tables) == len(buckets)
+  assert 2 <= len(lines) == len(made.measured) < len(buckets)
+  assert "prompts of 4 tokens" in lines[0]
+  assert tables[9] is tables[3 + len(lines)]  # the nearest one
+  assert tables[4].rounds()[0, 0] == pytest.approx(100)
 
 
 def test_rounds_are_measured_with_the_sampling_of_the_stream(
@@ -146,9 +159,9 @@ def test_rounds_are_measured_with_the_sampling_of_the_stream(
     return steps.advance(program, num_draft_tokens, served, rounds, state, prices)
 
   monkeypatch.setattr(measurement, "steps", harness.Changed(steps, advance=advance))
-  sampling = engine.SamplingConfig(temperature=0.7)
+  sampling = SamplingConfig(temperature=0.7)
   with Server(config.pair, config.decoding, config.learning) as server:
-    measurement.measure(server, BUCKET, False, sampling)
+    measurement.measure_run(server, BUCKET, False, sampling)
   assert np.float32(0.7) in found
 
 
@@ -162,7 +175,7 @@ def worth_config(pair, folder, **changes):
 def test_resumed_run_keeps_its_measured_costs(pair, tmp_path, monkeypatch):
   """Measured again, they would differ, and so would the run. See `test_resume.py`."""
   measured = Costs(RoundCosts((2.0,), num_draft_tokens=(3,), rows=2), lost_ms=0.5)
-  monkeypatch.setattr(measurement, "measure", lambda *_: measured)
+  monkeypatch.setattr(measurement, "measure_run", lambda *_: measured)
   config = worth_config(pair, tmp_path / "run", warm_start=None)
   with runs.RunDirectory.start(config.run_directory, config) as directory:
     loop = online.begin(config, directory)
@@ -171,7 +184,9 @@ def test_resumed_run_keeps_its_measured_costs(pair, tmp_path, monkeypatch):
     loop.checkpoint()
     loop.wait()
     loop.server.close()
-  monkeypatch.setattr(measurement, "measure", lambda *_: pytest.fail("measured again"))
+  monkeypatch.setattr(
+    measurement, "measure_run", lambda *_: pytest.fail("measured again")
+  )
   with runs.RunDirectory.start(config.run_directory, config) as directory:
     again = online.begin(config, directory)
     assert again.server.learner.costs == measured
@@ -193,11 +208,11 @@ def test_every_k_is_measured_on_a_mesh(pair, tmp_path):
   decoding = dataclasses.replace(
     config.decoding,
     num_draft_tokens=1,
-    adaptive=engine.AdaptiveConfig((0, 1, 3), (RoundCosts((1.0, 2.0, 3.0)),)),
+    adaptive=AdaptiveConfig((0, 1, 3), (RoundCosts((1.0, 2.0, 3.0)),)),
   )
   mesh = sharding.PartitionConfig(data=2, model=2)
   with Server(config.pair, decoding, config.learning, mesh) as server:
-    found = measurement.measure(server, BUCKET, True, config.sampling)
+    found = measurement.measure_run(server, BUCKET, True, config.sampling)
     assert not server.learner.runner.in_background
   # On a mesh updates run on the serving thread, so serving loses all of their time.
   assert found.lost_ms >= found.update_ms > 0

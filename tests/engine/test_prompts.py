@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from osd_jax import base, sharding
 from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import controller, engine, steps
+from osd_jax.engine.requests import AdaptiveConfig, SamplingConfig
 
 ROWS = 8
 
 
 def prompt(number):
   """A prompt of one repeated token and a seed, which both identify it."""
-  settings = engine.SamplingConfig(seed=number).settings(4)
+  settings = SamplingConfig(seed=number).settings(4)
   return steps.PaddedPrompt(np.full((1, 6), number, np.int32), settings)
 
 
@@ -127,13 +128,6 @@ def test_waiting_saves_prefill_calls_and_changes_no_output(data, monkeypatch):
   assert 7 <= calls_made[0] < calls_made[1]
 
 
-@pytest.mark.slow
-def test_prompts_are_prefilled_singly_if_rows_do_not_divide(monkeypatch):
-  found, read = on_a_mesh(3, 2, 1, monkeypatch)
-  assert cases.texts(found) == cases.expected()
-  assert all(batch.source.shape[0] == 1 for batch in read)
-
-
 def test_part_without_a_prompt_keeps_its_rows(monkeypatch):
   """Such a part computes without storing. Control: slot 0 would be overwritten."""
   if len(jax.devices()) < 2:
@@ -163,7 +157,7 @@ def test_part_without_a_prompt_keeps_its_rows(monkeypatch):
 def test_parallel_prefill_with_adaptive_k_changes_no_output(turn, data, monkeypatch):
   """With the draft prefilled on insertion, and later."""
   monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 1)
-  policy = engine.AdaptiveConfig(
+  policy = AdaptiveConfig(
     candidates=(0, 2),
     costs=(RoundCosts((1.0, 1.1 if turn else 4.0)),) * 2,
   )

@@ -17,6 +17,12 @@ from osd_jax import base, testing
 from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import ngrams, sampling
 from osd_jax.engine import engine
+from osd_jax.engine.requests import (
+  AdaptiveConfig,
+  DecodingConfig,
+  Request,
+  SamplingConfig,
+)
 
 VOCAB, LENGTH, TURNS, SHIFT = 6, 3, 4, 3
 MODEL = testing.tabular_model(VOCAB, reads_source=True)
@@ -26,14 +32,14 @@ LAW = oracles.joint_law(np.roll(TABLE, -SHIFT, axis=0), 2, temperature=1.0)
 RULES = ("rejection", "block", "coupling")
 DRAWS, LEARNED_DRAWS = 768, 384  # per turn
 THRESHOLD = 1e-6 / 100  # more p-values than this file computes
-COSTS = RoundCosts((1.0, 1.2, 1.5), cache_ms=(1.0, 1.05, 1.2))
+COSTS = RoundCosts(((((1.0, 1.2, 1.5),),), (((1.0, 1.05, 1.2),),)))
 
 
 def make_engine(rule, drafter, rows=64):
   adaptive = None
   if drafter == "adaptive mixture":
-    adaptive = engine.AdaptiveConfig(candidates=(0, 1, 2), costs=(COSTS,))
-  config = engine.DecodingConfig(
+    adaptive = AdaptiveConfig(candidates=(0, 1, 2), costs=(COSTS,))
+  config = DecodingConfig(
     rows=rows,
     num_draft_tokens=2,
     acceptance_rule=rule,
@@ -58,9 +64,7 @@ def requests(count):
     if sum(prompt) % VOCAB == SHIFT:
       prompts.add(prompt)
   return [
-    engine.Request(
-      np.array(prompt, np.int32), engine.SamplingConfig(temperature=1.0, seed=seed)
-    )
+    Request(np.array(prompt, np.int32), SamplingConfig(temperature=1.0, seed=seed))
     for seed, prompt in enumerate(sorted(prompts))
   ]
 

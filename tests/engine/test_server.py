@@ -160,11 +160,6 @@ def test_generate_reaches_a_round_in_five_calls(pair, monkeypatch):
   assert paths and all(found == path for found in paths)
 
 
-def test_single_text_gives_a_single_answer(server, plain):
-  (answer,) = server.generate(TEXTS[0])
-  assert answer.text == plain[0] and answer.tokens_per_target_call >= 1
-
-
 def test_endless_prompts_are_read_as_rows_become_free(server, plain):
   taken = []
 
@@ -280,26 +275,6 @@ def test_concurrent_calls_are_refused(server, first):
   one.close()
   server.engine.clear()
   assert next(server.generate(TEXTS)).text
-
-
-def test_two_threads_never_run_at_once(server):
-  """Either call ends with all answers or with the error, never with donated arrays."""
-  results, start = [], threading.Barrier(2)
-
-  def call():
-    start.wait()
-    try:
-      results.append(len(server.run(token_requests(server))))
-    except base.InputError as error:
-      results.append(str(error))
-
-  threads = [threading.Thread(target=call) for _ in range(2)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  assert len(TEXTS) in results and len(results) == 2
-  assert all(n == len(TEXTS) or "answering another call" in n for n in results)
 
 
 def test_closed_server_ends_running_calls_and_refuses_new_ones(pair):
@@ -499,11 +474,6 @@ def test_broken_draft_is_named_changes_no_text_and_is_not_saved(pair, plain, tmp
     with pytest.raises(base.InputError, match=r"the draft is not saved: .* not finite"):
       server.save(tmp_path / "draft.safetensors")
   assert not (tmp_path / "draft.safetensors").exists()
-
-
-def test_path_that_cannot_be_written_is_named(server):
-  with pytest.raises(base.InputError, match=r"save: received .*\..* a folder"):
-    server.save(".")
 
 
 def test_statistics_agree_with_the_answers(pair):

@@ -10,6 +10,7 @@ from decoding import harness
 from osd_jax import sharding, testing
 from osd_jax.base import EOS_ID
 from osd_jax.engine import engine
+from osd_jax.engine.requests import DecodingConfig, Request
 from osd_jax.loop import meter as meter_lib
 from osd_jax.models import families, shapes
 
@@ -28,14 +29,14 @@ def light_draft(size):
 
 
 def config():
-  return engine.DecodingConfig(
+  return DecodingConfig(
     num_draft_tokens=3, source_lengths=(6,), target_length=12, record_top_k=4
   )
 
 
 def test_floor_draft_uses_the_shortlist_of_the_online_draft(params):
   """Both drafts have the target's weights, so only their shortlists can differ."""
-  request = engine.Request(np.array([5, 9, 7, EOS_ID]))
+  request = Request(np.array([5, 9, 7, EOS_ID]))
   plain = engine.Engine(config(), harness.TARGET, params).run([request])[0]
   covered = np.unique([*plain.tokens, EOS_ID])
   others = np.setdiff1d(np.arange(VOCAB), covered)

@@ -174,7 +174,7 @@ def test_loss_is_the_mean_over_the_steps_that_a_position_can_have(subsampled):
 
 def test_missing_token_states_are_reported():
   runner = Runner("reads the tokens of t5")
-  with pytest.raises(base.InputError, match="no states of the tokens, expected those"):
+  with pytest.raises(base.InputError, match="token_states is missing"):
     runner.score(token_states=None)
 
 

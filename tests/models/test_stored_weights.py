@@ -11,11 +11,12 @@ import tiny_pair
 
 from osd_jax import certificate, native, pairs, sharding, testing
 from osd_jax.distillation import update
-from osd_jax.engine import engine, server
+from osd_jax.engine import server
+from osd_jax.engine.requests import DecodingConfig, Request
 from osd_jax.models import weights
 from osd_jax.models.convert import hugging_face
 
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   rows=2, source_lengths=(16,), target_length=12, num_draft_tokens=3
 )
 ALONE, MESH = sharding.PartitionConfig(), sharding.PartitionConfig(model=2)
@@ -86,8 +87,7 @@ def test_logits_have_the_bits_of_the_float32_values(configs, partition):
 
 def answered(pair):
   requests = [
-    engine.Request(np.arange(3 + seed, 12 + 2 * seed, dtype=np.int32))
-    for seed in range(4)
+    Request(np.arange(3 + seed, 12 + 2 * seed, dtype=np.int32)) for seed in range(4)
   ]
   return server.Server(pair, DECODING).run(requests)
 

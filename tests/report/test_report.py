@@ -190,9 +190,10 @@ def test_samples_are_the_first_middle_and_last_output_of_every_task():
   assert len(found[0]["prompt"]) < 410  # long prompts are shortened
 
 
-def test_columns_have_the_same_number_of_decimals():
-  text = page._table([{"share": 0.5, "ms": 3.14159}, {"share": 1.0, "ms": 12.0}])
-  assert _Page(text).cells[2:] == ["0.500", "3.14", "1.000", "12.00"]
+def test_columns_have_the_same_number_of_decimals(tmp_path):
+  table = [{"share": 0.5, "ms": 3.14159}, {"share": 1.0, "ms": 12.0}]
+  path = page.write_page(tmp_path / "page.html", Summary("t", tables={"T": table}), [])
+  assert _Page(path.read_text()).cells[2:] == ["0.500", "3.14", "1.000", "12.00"]
 
 
 # --- In a browser ---------------------------------------------------------------------

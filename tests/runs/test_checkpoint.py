@@ -206,7 +206,7 @@ def logged(tmp_path):
     for index in range(5):
       if index and not index % 2:
         c.save(index, {"x": jnp.zeros(1)}, {})
-      log.write("request", {"index": index})
+      log.append({"kind": "request", "index": index})
   return tmp_path / "c", path
 
 
@@ -241,7 +241,7 @@ def test_lost_log_error_says_how_to_go_on(logged):
 
 def test_logs_are_emptied_if_there_is_no_checkpoint(tmp_path):
   with runs.MetricsLog(tmp_path / "m.jsonl") as log:
-    log.write("request", {})
+    log.append({"kind": "request"})
     with runs.Checkpointer(tmp_path / "c", logs=[log]) as checkpointer:
       assert checkpointer.restore({}) is None
     assert log.rows == log.path.stat().st_size == 0

@@ -125,7 +125,7 @@ def test_failed_start_removes_its_files(tmp_path):
 def test_measured_rows_survive_an_error(tmp_path):
   def fail():
     with start(tmp_path / "run") as run, MetricsLog(run.metrics_path) as log:
-      log.write("request", {"index": 0})
+      log.append({"kind": "request", "index": 0})
       raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):

@@ -92,9 +92,9 @@ def test_rows_share_the_plain_steps_of_a_call():
 def test_saved_seconds_are_plain_decoding_minus_what_was_spent(pair):
   with running.running(pair, learn=False) as server:
     made = server.service
-    ((bucket, (greedy, _)),) = made._plain.items()
-    assert bucket == 48 and greedy.round_ms[0] > 0 and greedy.rows == 2
-    made._plain = {48: (priced(greedy, 1e4), priced(greedy, 5e4))}
+    ((bucket, costs),) = made._plain.items()
+    assert bucket == 48 and costs.ms.min() > 0 and costs.rows == 2
+    made._plain = {48: priced(costs, 1e4, 5e4)}
     server.text(TEXTS[0])
     found = server.metrics()
     plain = found["osd:plain_seconds_total{}"]
@@ -105,7 +105,7 @@ def test_saved_seconds_are_plain_decoding_minus_what_was_spent(pair):
     server.post("/v1/completions", prompt=TEXTS[0], temperature=1.0, seed=1)
     assert server.metrics()["osd:plain_seconds_total{}"] > plain + 24 * 10
     # The negative control: where plain decoding is free, drafting loses time.
-    made._plain = {48: (priced(greedy, 1e-9),) * 2}
+    made._plain = {48: priced(costs, 1e-9)}
     server.text(TEXTS[1])
     assert server.metrics()["osd:saved_seconds{}"] < found["osd:saved_seconds{}"] * 10
     lost = server.metrics()["osd:saved_seconds{}"]
@@ -115,11 +115,10 @@ def test_saved_seconds_are_plain_decoding_minus_what_was_spent(pair):
 
 @pytest.mark.parametrize(("step_ms", "rounds"), [(0.5, 4), (4.0, 2), (60.0, 1)])
 def test_clients_of_a_slow_target_get_every_round(pair, monkeypatch, step_ms, rounds):
-  tables, called = measurement.plain_tables, []
+  measure, called = measurement.measure, []
 
-  def slow(engine, seconds):
-    found = tables(engine, seconds)
-    return {key: (priced(one, step_ms), other) for key, (one, other) in found.items()}
+  def slow(*arguments, **named):
+    return priced(measure(*arguments, **named), step_ms)
 
   advance = steps.advance
 
@@ -127,17 +126,17 @@ def test_clients_of_a_slow_target_get_every_round(pair, monkeypatch, step_ms, ro
     called.append(int(max_rounds))
     return advance(spec, num_draft_tokens, served, max_rounds, *rest)
 
-  monkeypatch.setattr(measurement, "plain_tables", slow)
+  monkeypatch.setattr(measurement, "measure", slow)
   with running.running(pair, learn=False) as server:
     monkeypatch.setattr(steps, "advance", noted)
     server.text(TEXTS[0])
   assert set(called) == {rounds}
 
 
-def priced(costs, step_ms):
-  return dataclasses.replace(
-    costs, round_ms=(step_ms,), lone_ms=(), call_ms=0, request_ms=0
-  )
+def priced(costs, *step_ms):
+  """Costs with the time of a plain step, of greedy rows and of sampled ones."""
+  round_ms = tuple(((ms,),) for ms in step_ms)
+  return dataclasses.replace(costs, round_ms=round_ms, call_ms=0, request_ms=0)
 
 
 def shifts_of(means, seed):

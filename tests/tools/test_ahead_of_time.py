@@ -12,7 +12,7 @@ import tiny_online
 
 from osd_jax import base, pairs, runs, sharding
 from osd_jax.costs.table import RoundCosts, expected_tokens
-from osd_jax.engine import engine
+from osd_jax.engine.requests import AdaptiveConfig
 from osd_jax.models import weights
 from osd_jax.models.convert import hugging_face
 from osd_tools import ahead_of_time, chips, hlo
@@ -141,7 +141,7 @@ def test_roofline_is_the_largest_bound():
 
 def test_adaptive_k_adds_its_programs(lively_pair, tmp_path):
   config = compile_config(lively_pair, tmp_path)
-  chosen = engine.AdaptiveConfig(candidates=(0, 2))
+  chosen = AdaptiveConfig(candidates=(0, 2))
   decoding = dataclasses.replace(config.run.decoding, adaptive=chosen)
   run = dataclasses.replace(config.run, decoding=decoding)
   found = plan.Plan(run, chips.Topology("cpu:1"))

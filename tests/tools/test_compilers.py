@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from osd_jax import native, pairs, sharding
 from osd_jax.distillation import optimizers, update
-from osd_jax.engine import engine, steps
+from osd_jax.engine import steps
+from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import layers, served
 from osd_tools import chips, hlo
 from osd_tools.ahead_of_time import plan as plan_lib
@@ -30,7 +31,7 @@ LAYERS, ROWS, DRAFTED = 2, 8, 5
 VERIFICATION = f"verification of {DRAFTED + 1} tokens"
 WIDE = pairs.PairConfig(target="flan-t5-xl", draft="t5-small", dtype="bfloat16")
 CAUSAL = pairs.PairConfig(target="vicuna-7b", draft="llama-160m", dtype="bfloat16")
-DECODING = engine.DecodingConfig(
+DECODING = DecodingConfig(
   rows=ROWS, num_draft_tokens=DRAFTED, source_lengths=(512,), target_length=128
 )
 TENSOR_PARALLEL = sharding.PartitionConfig(data=1, model=4)

@@ -84,13 +84,17 @@ def test_documented_requests_get_documented_answers(server):
       if (path, verb) != ("/admin/draft", "put"):  # no generated file is a draft
         # Otherwise only refusals would have been tested.
         assert any(status < 300 for status in statuses), (path, statuses)
-  for path, name in (("completions", "Completion"), ("chat/completions", "Chat")):
+  chats = [[{"role": "user", "content": text}] for text in TEXTS]
+  for path, name, prompts in (
+    ("completions", "Completion", TEXTS),
+    ("chat/completions", "Chat", chats),
+  ):
     # Few of the requests above ask for a stream and are not refused.
     whole = described["components"]["schemas"][name]
-    names = (*whole["required"], "temperature", "max_tokens")
-    properties = {name: whole["properties"][name] for name in names}
-    properties["stream"] = {"const": True}
-    whole |= {"properties": properties, "required": [*whole["required"], "stream"]}
+    (prompt,) = whole["required"]
+    properties = {"stream": {"const": True}, prompt: {"enum": prompts}}
+    properties["temperature"] = whole["properties"]["temperature"]
+    whole |= {"properties": properties, "required": ["stream", prompt]}
     statuses, kinds = send_generated(server, described, f"/v1/{path}", "post", 20)
     assert "text/event-stream" in kinds, statuses
   assert server.text(TEXTS[0])

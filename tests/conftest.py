@@ -150,6 +150,15 @@ def forms(request):
 
 
 @pytest.fixture
+def hasty_gate(monkeypatch):
+  """Lets a gate decide after two answers, so that short runs have decisions."""
+  from osd_jax.distillation import gate
+
+  monkeypatch.setattr(gate, "CAP", 1e-3)
+  monkeypatch.setattr(gate, "WINDOW", 2)
+
+
+@pytest.fixture
 def written(tmp_path: pathlib.Path) -> Callable[..., str]:
   """Writes a gin file and returns its path."""
 

@@ -392,7 +392,7 @@ FAULTS = [
   # Drafting with an adaptive K.
   Fault(
     "a request without a draft prefill counts as read by the draft",
-    "    fed[list(lacking)] = 0\n",
+    "    inputs[list(lacking)] = 0\n",
     "",
     DRAFTING,
   ),
@@ -453,13 +453,13 @@ FAULTS = [
   ),
   Fault(
     "the step that is being written is ignored when the next is due",
-    "newest, written = self._writing",
-    "newest, written = max(self.steps(), default=0), self._writing[1]",
+    "newest, future = self._writing",
+    "newest, future = max(self.steps(), default=0), self._writing[1]",
     CHECKPOINTS,
   ),
   Fault(
     "an error of the writing thread is lost",
-    "    written.result()\n",
+    "    future.result()\n",
     "",
     CHECKPOINTS,
   ),
@@ -492,8 +492,8 @@ FAULTS = [
   ),
   Fault(
     "a checkpoint is not copied before it is written",
-    "    copied = _copied(named)",
-    "    copied = named",
+    "    copied = _copied(leaves)",
+    "    copied = leaves",
     CHECKPOINTS,
   ),
   Fault(
@@ -565,8 +565,8 @@ FAULTS = [
   ),
   Fault(
     "a late prefill reads another row",
-    "spec.by_part(cache.take_row, stored, slots)",
-    "spec.by_part(cache.take_row, stored, slots * 0)",
+    "spec.by_part(cache.take_row, all_states, slots)",
+    "spec.by_part(cache.take_row, all_states, slots * 0)",
     "tests/test_attached_runs.py -k late",
   ),
   Fault(

@@ -171,10 +171,10 @@ def test_nothing_compiles_after_the_first_updates(learned):
   assert before > 0 and after == before
 
 
-# Decides within a few requests, on almost nothing.
-HASTY = gate.GateConfig(error_rate=0.99, cap=1e-3, window=2)
+HASTY = gate.GateConfig(error_rate=0.99)
 
 
+@pytest.mark.usefixtures("hasty_gate")
 def test_gate_decides_which_draft_serves_and_changes_no_output(
   learned, make, repository
 ):
@@ -209,6 +209,7 @@ TWO_CORES = pytest.mark.skipif(background.cores() < 2, reason="needs a second co
 
 
 @TWO_CORES
+@pytest.mark.usefixtures("hasty_gate")
 def test_free_updates_process_answers_in_the_background(learned, make):
   """Compared requests are the exception, because plain and floor decoding are timed."""
   free = make(free_updates=True, gate=HASTY)

@@ -15,7 +15,7 @@ from osd_jax.loop import loop
 from osd_jax.models.shapes import DraftServing
 from osd_tools import replicas
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("hasty_gate")]
 
 COUNT = tiny_online.REQUESTS
 
@@ -91,7 +91,7 @@ def test_killing_one_of_three_replicas_changes_no_output(
     "close",
     lambda self, s: (learners.append(self.server.learner), begin(self, s)),
   )
-  hasty = gate.GateConfig(error_rate=0.99, cap=1e-3, window=2)
+  hasty = gate.GateConfig(error_rate=0.99)
   config = configured(pair, tmp_path / "run", replicas=ReplicaConfig(3))
   learning = dataclasses.replace(config.learning, gate=hasty)
   config = dataclasses.replace(config, learning=learning)

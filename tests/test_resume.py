@@ -30,7 +30,7 @@ from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, SamplingConf
 from osd_jax.loop import loop as loop_lib
 from osd_jax.report import progress
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("hasty_gate")]
 
 COUNT = 12  # requests of a run in the matrix
 TIMES = ("_ms", "_ms_per_token", "_seconds", "ahead_since")  # measured, so they vary
@@ -127,7 +127,7 @@ PAYING = schedule.WorthConfig(
   costs=table.Costs(table.RoundCosts((2.0,), num_draft_tokens=(3,)), lost_ms=0.5),
 )
 # Decides within a few requests, on almost nothing.
-HASTY = gate.GateConfig(error_rate=0.99, cap=1e-3, window=2)
+HASTY = gate.GateConfig(error_rate=0.99)
 # Each run has several features, so that few runs cover all of them.
 FEATURES = {
   "independent draft, gate": online_of(gate=HASTY),

@@ -107,11 +107,11 @@ class Checkpointer:
     """
     if self._writing is None:
       return
-    _, is_written = self._writing
-    concurrent.futures.wait([is_written])
+    _, future = self._writing
+    concurrent.futures.wait([future])
     # Cleared before the error is raised, so that it is raised only once.
     self._writing = None
-    is_written.result()
+    future.result()
 
   def steps(self) -> list[int]:
     """Complete steps on disk, oldest first. Waits for the step being written."""
@@ -140,8 +140,8 @@ class Checkpointer:
     if self._writing is None:
       newest = max(self.steps(), default=0)
     else:
-      newest, is_written = self._writing
-      if is_written.done() and is_written.exception() is not None:
+      newest, future = self._writing
+      if future.done() and future.exception() is not None:
         return True
     return finished - newest >= self._every
 

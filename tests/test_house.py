@@ -13,17 +13,17 @@ from conftest import DURATIONS, ROOT
 
 ALL = "osd_jax osd_serve osd_tools"
 LIMITS = {  # (folders, measure) -> most
-  ("osd_jax", "lines"): 27365,
-  ("osd_serve osd_tools", "lines"): 6111,
-  ("tests", "lines"): 34434,
+  ("osd_jax", "lines"): 27300,
+  ("osd_serve osd_tools", "lines"): 6150,
+  ("tests", "lines"): 34100,
   ("osd_jax", "files"): 98,
   ("osd_jax", "longest import chain"): 17,
-  ("osd_jax", "lines loaded by Server"): 18289,
+  ("osd_jax", "lines loaded by Server"): 18450,
   ("osd_jax", "config fields"): 205,
-  (ALL, "function lines"): 61,
+  (ALL, "function lines"): 60,
   (ALL, "parameters"): 8,
-  (ALL, "participle names, %"): 3.6,
-  (ALL, "odd summaries of a folder, %"): 7.2,
+  (ALL, "participle names, %"): 1,
+  (ALL, "odd summaries of a folder, %"): 1.3,
 }
 PARTICIPLES = set(  # say what was done to a value instead of what it holds
   """asked bound built chosen counted done drawn fed found given held kept known left

@@ -199,17 +199,19 @@ def installed(repository: pathlib.Path, tmp_path_factory) -> pathlib.Path:
   check_call([*pip, "wheel", *here, "-q", "-w", str(folder), str(archive)])
   (wheel,) = folder.glob("*.whl")
   check_call([*pip, "install", *here[:2], "-q", "-t", str(folder / "site"), str(wheel)])
-  (folder / "clean").mkdir()
-  absent = tuple(name for name in OPTIONAL if name != "gin")  # the command needs gin
-  (folder / "clean" / "sitecustomize.py").write_text(without(absent))
+  # The command needs gin, and decoder-only models of other people transformers.
+  for name, present in (("clean", ("gin",)), ("llama", ("gin", "transformers"))):
+    (folder / name).mkdir()
+    absent = tuple(other for other in OPTIONAL if other not in present)
+    (folder / name / "sitecustomize.py").write_text(without(absent))
   return folder
 
 
 def in_clean_place(
-  installed: pathlib.Path, cwd: pathlib.Path, words: Sequence[str]
+  installed: pathlib.Path, cwd: pathlib.Path, words: Sequence[str], extra="clean"
 ) -> str:
   """Output of a command that sees the wheel, but neither the checkout nor extras."""
-  path = f"{installed / 'clean'}{os.pathsep}{installed / 'site'}"
+  path = f"{installed / extra}{os.pathsep}{installed / 'site'}"
   env = {**os.environ, "PYTHONPATH": path}
   env["PATH"] = f"{installed / 'site' / 'bin'}{os.pathsep}{env['PATH']}"
   return check_call(words, cwd=cwd, env=env)
@@ -252,10 +254,10 @@ def test_wheel_runs_without_extras(
 def test_newcomer_serves_own_models_and_reads_the_reports(
   installed: pathlib.Path, tmp_path: pathlib.Path
 ):
-  """With the wheel only; newcomer.sh does the same in an environment of its own."""
+  """With the wheel and the extra `llama`; newcomer.sh does the same elsewhere."""
   script = pathlib.Path(__file__).with_name("newcomer.py")
   words = [sys.executable, str(script), str(time.time())]
-  printed = in_clean_place(installed, tmp_path, words)
+  printed = in_clean_place(installed, tmp_path, words, "llama")
   assert "from the installation to the first answer" in printed
 
 

@@ -297,7 +297,7 @@ def _no_usable_row(task: TaskConfig, skipped: list[str]) -> base.InputError:
 
 
 def find_files(task: TaskConfig) -> list[str]:
-  """Returns the files of a task in sorted order; InputError if there is none."""
+  """Returns the files of a task in sorted order; InputError if it has no files."""
   whose = f" (task {task.name!r})"
   pattern = task.pattern.replace("{split}", task.split)
   folder, setting = task.data_dir, f"TaskConfig.data_dir{whose}"

@@ -311,7 +311,7 @@ def judge(
 def inputs_of(
   state: state_lib.DecodeState, proposal: base.Proposal
 ) -> tuple[jax.Array, base.Proposal]:
-  """The last tokens [B] and the proposal, with `base.NO_TOKEN` where there is no token.
+  """The last tokens [B] and the proposal; `base.NO_TOKEN` marks empty places.
 
   That is in rows that do not run, and after a short proposal. Models skip these inputs
   where that saves time; their logits are never used.

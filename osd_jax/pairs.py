@@ -285,10 +285,8 @@ def load_pair(
     draft_model = ngrams.build(target_model)
     first = draft_model.init(jax.random.key(_SEED))
   else:
-    draft_model, first = (
-      _draft_model(draft, target.config, serving, layout),
-      draft.params,
-    )
+    draft_model = _draft_model(draft, target.config, serving, layout)
+    first = draft.params
   # The draft stays in float32 because it is trained.
   draft_params = partitioner.place_draft(draft_model, first)
   if is_attached:

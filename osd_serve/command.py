@@ -111,7 +111,7 @@ def _opened(config: ServeConfig, operative_config: str) -> runs.RunDirectory:
 
 
 async def _listen(application: Any, service: Service, listening: socket.socket) -> None:
-  """Runs uvicorn until a signal, and answers what was taken before."""
+  """Runs uvicorn until a signal, and then answers the accepted requests."""
   import uvicorn
 
   server = uvicorn.Server(

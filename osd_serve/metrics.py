@@ -171,7 +171,7 @@ class Metrics:
       self._recent.append(figures)
 
   def called(self, tokens: int) -> None:
-    """Counts a compiled call that read and emitted so many tokens."""
+    """Records one compiled call and its number of tokens, read and emitted."""
     self._made["vllm:iteration_tokens_total"].observe(tokens)
 
   def row(self, kind: str, row: Mapping[str, Any]) -> None:

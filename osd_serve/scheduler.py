@@ -29,7 +29,7 @@ from osd_jax.engine.server import Server
 
 
 class QueueFullError(Exception):
-  """So many requests are waiting that another one would wait too long."""
+  """The queue is full."""
 
 
 class DrainingError(Exception):
@@ -107,7 +107,7 @@ class Job:
 
 
 class Call:
-  """The jobs of one HTTP request, and the news of them.
+  """The jobs of one HTTP request and their events.
 
   Attributes:
     jobs: one per answer.
@@ -307,7 +307,7 @@ class Scheduler:
   # --- The source of the loop, on the serving thread ----------------------------------
 
   def requests(self) -> Iterator[Request | None]:
-    """Yields the requests of waiting jobs, and None whenever there is none.
+    """Yields the requests of waiting jobs, and None when no job waits.
 
     Waits only while no row is taken.
     """

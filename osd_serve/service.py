@@ -46,7 +46,7 @@ CALL_MS = 8.0  # a call that takes this long has no further rounds
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig(base.Config):
-  """What `osd serve` serves, and how.
+  """Settings of `osd serve`.
 
   Attributes:
     pair: target, draft and vocabulary.
@@ -132,7 +132,7 @@ class Service:
   """
 
   def __init__(self, config: ServeConfig, directory: runs.RunDirectory | None = None):
-    """Loads the pair, restores what was learned, and compiles every call."""
+    """Loads the pair, restores the learned draft, and compiles every call."""
     self.config, started = config, time.perf_counter()
     # Drawn at every start, so that nobody can choose two texts with the same salt.
     self._salt_key = secrets.token_bytes(32)
@@ -267,7 +267,7 @@ class Service:
     return self.metrics.text(self.scheduler.load, gauges)
 
   def close(self) -> None:
-    """Stops serving, learns from what is left, and saves the draft."""
+    """Stops serving, learns from the remaining answers, and saves the draft."""
     self.scheduler.stop()
     self.loop.close(self.loop.seconds, self.config.shutdown_seconds)
     self.metrics.close()
@@ -331,7 +331,7 @@ class Service:
     return [*sources, *["cache"] * (is_cache or self.config.decoding.cache_tokens > 0)]
 
   def _plain_seconds(self, job: Job, prefill_ms: float) -> float:
-    """Estimated seconds of plain decoding for an answer; 0 if nothing is drafted."""
+    """Estimates the seconds of plain decoding for an answer; 0 without a draft."""
     if not self._plain:
       return 0.0
     bucket = self.config.decoding.bucket(len(job.request.tokens))

@@ -242,7 +242,7 @@ def by_its_end(frozen: replay.Course, learned: replay.Course, drafted: int) -> s
 
 
 def settings_for(rows: Sequence[dict[str, Any]]) -> list[str]:
-  """Says which settings the fastest system has, and what a mixture could add."""
+  """Names the settings of the fastest system and the possible gain of a mixture."""
   candidates = [row for row in rows if not row["is_bound"]]
   best = min(candidates, key=lambda row: row["ms_per_token"])
   name, k = best["system"], best["num_draft_tokens"]

@@ -336,7 +336,7 @@ def _config(
 def _rope_scaling(
   path: Path, fields: Mapping[str, Any], divisors: np.ndarray
 ) -> dict[str, Any]:
-  """Llama 3.1's scaling, of which a file holds only the resulting divisors."""
+  """Recovers Llama 3.1's rope scaling from the divisors that the file stores."""
   factor, low, high, original = float(np.max(divisors)), 1.0, 4.0, 8192
   size = 2 * len(divisors)
   theta = fields["rope_theta"] or 10000.0

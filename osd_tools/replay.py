@@ -65,7 +65,7 @@ class Course:
 
 
 def walk(right: np.ndarray) -> tuple[int, np.ndarray]:
-  """Returns the target calls of one answer, and where they rejected a token.
+  """Returns the target calls of one answer and the places of rejected tokens.
 
   `right` is [K, n], see `Course`.
 
@@ -131,7 +131,7 @@ def learned(
   costs: Costs | None = None,
   on_answer: Callable[[float, Learner], object] = lambda overlap, learner: None,
 ) -> Course:
-  """Replays a draft that learns from every greedy answer; the pair stays as it is.
+  """Replays a draft that learns from every greedy answer; the pair does not change.
 
   The answers have records and are read one by one; the rows in `seen` fill the buffer
   first. `costs` are for a schedule that needs them. `on_answer` is called after each

@@ -167,7 +167,7 @@ def test_every_setting_that_is_named_exists():
   unknown = {path: unknown_settings(path.read_text()) for path in files}
   assert {path: names for path, names in unknown.items() if names} == {}
   # The negative control.
-  text = "`GateConfig.follow` and GateConfig.cap"
+  text = "`GateConfig.follow` and GateConfig.error_rate"
   assert unknown_settings(text) == ["GateConfig.follow"]
 
 

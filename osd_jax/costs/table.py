@@ -107,7 +107,7 @@ class RoundCosts(base.Config):
     return ms.reshape((1,) * (4 - ms.ndim) + ms.shape)
 
   def rounds(self, is_sampled: bool = False, rows: int | None = None) -> np.ndarray:
-    """Returns [source, K] while this many rows hold a request; None: all of them."""
+    """Returns [source, K] for a number of rows that hold a request; None means all."""
     ms = self.ms[:, -1 if is_sampled else 0]
     share = 1.0 if rows is None else min((rows - 1) / max(self.rows - 1, 1), 1.0)
     return (1 - share) * ms[:, 0] + share * ms[:, -1]

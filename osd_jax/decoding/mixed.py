@@ -503,7 +503,7 @@ def drafter(
 def _advanced(
   state: State, text: ngrams.Text, named: jax.Array, bins: jax.Array
 ) -> State:
-  """The state with longer texts, and what both sources name [B, n, 2] after them."""
+  """Returns the state with longer texts and the tokens named after them [B, n, 2]."""
   length = state.length
   return state.replace(
     text=text,
@@ -514,7 +514,7 @@ def _advanced(
 
 
 def _with_settings(state: State, rows: state_lib.DecodeState) -> State:
-  """Notes which rows are sampled, and whose cache entries each row may use."""
+  """Sets which rows are sampled and the cache salt of each row."""
   text = state.text.replace(salt=rows.settings.cache_salt)
   return state.replace(is_sampled=rows.settings.temperature > 0, text=text)
 

@@ -119,7 +119,7 @@ class DecodeSpec:
 
   @property
   def parts(self) -> int:
-    """Number of parts of the rows, each of which prefills a prompt of its own."""
+    """Number of parts of the rows; each part prefills its own prompt."""
     return self.partitioner.parts(self.rows) if self.is_split else self.prefill_rows
 
   def by_part(self, function: Callable[..., Any], *trees: Any) -> Any:

@@ -251,7 +251,7 @@ class Engine:
     self._serve_memory(self._memory)
 
   def _number_noise(self) -> None:
-    """Lets the noise of all requests depend on their numbers, also of those in flight.
+    """Makes the noise of all requests depend on their numbers, in rows in flight too.
 
     A swap before the first request and update changes nothing: no answer can have
     taught that draft.
@@ -583,7 +583,7 @@ class Engine:
   # --- One call -----------------------------------------------------------------------
 
   def _choose(self, rows: list[tuple[int, Slot]]) -> tuple[Choice, int]:
-    """Chooses how much to draft and how many rounds, and prepares an idle draft."""
+    """Chooses K and the number of rounds, and prepares an idle draft."""
     chunks, prefills = self._missing(rows)
     is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
     undrafted = [number for number, slot in rows if not slot.request.speculative]

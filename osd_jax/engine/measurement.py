@@ -51,7 +51,7 @@ def measure(
   sampling: SamplingConfig | None = None,
   is_plain: bool = False,
 ) -> RoundCosts:
-  """Compiles and measures the rounds of an idle engine; what it holds does not change.
+  """Compiles and measures the rounds of an idle engine, whose state does not change.
 
   Args:
     engine: its rows, its Ks and its prepared parameters are used.

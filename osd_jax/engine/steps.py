@@ -186,7 +186,7 @@ def empty(spec: DecodeSpec, served: Served, bucket: int) -> state_lib.DecodeStat
 def resize(
   spec: DecodeSpec, served: Served, state: state_lib.DecodeState, bucket: int
 ) -> state_lib.DecodeState:
-  """Cuts or pads the prompts of all rows, and what is stored of them, to a bucket.
+  """Cuts or pads the prompts and caches of all rows to a bucket.
 
   Every prompt in flight must fit. Nothing is computed again, because prompts end in
   padding: a cache holds nothing there that is not masked.

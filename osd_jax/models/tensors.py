@@ -200,7 +200,7 @@ def read_params(
 
 
 def _finite(name: str, place: object, tensor: np.ndarray) -> np.ndarray:
-  """A bfloat16 tensor as it is, any other in float32; checked for finite values."""
+  """Returns a finite tensor: bfloat16 unchanged, any other type in float32."""
   if tensor.dtype != ml_dtypes.bfloat16:
     return _finite_float32(name, place, tensor)
   # All bits of the exponent are set in NaN and infinity. Rows, because a mask of the

@@ -323,7 +323,7 @@ def _comparison_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _measured(rows: Sequence[Row]) -> Summary:
-  """Evaluations, certificates, and what the tools measure: a table for each heading."""
+  """Tables of evaluations, certificates and the tools, one for each heading."""
   by_heading: dict[str, list[Row]] = {}
   for row in rows:
     if row.heading:

@@ -24,7 +24,7 @@ SOURCE = jnp.full((1, 1), 3, jnp.int32)  # tabular models ignore it
 WIDTHS = (1, 3, 7, 16)
 CHEAP, FAIR, DEAR = (np.full(16, price, np.float32) for price in (1e-6, 0.3, 3.0))
 # One row with a price of .3 and a thousand rows with one of 300 stop alike.
-TOO_DEAR = np.full(16, 20_000, np.float32)
+TOO_DEAR = np.full(16, 6_000, np.float32)
 RUN = jax.jit(rounds.run_rounds, static_argnums=(0, 1), compiler_options=harness.QUICK)
 
 
@@ -62,11 +62,21 @@ ABSORB = jax.jit(
 
 
 def decoded(
-  drafter, served, settings, length, rule="rejection", k=K, prices=None, run=RUN
+  drafter,
+  served,
+  settings,
+  length,
+  rule="rejection",
+  k=K,
+  prices=None,
+  run=RUN,
+  widths=WIDTHS,
 ):
   """The final state of rows that are drafted for in blocks of K or by price."""
-  widths = () if prices is None else WIDTHS
-  k = k if prices is None else WIDTHS[-1]
+  if prices is None:
+    widths = ()
+  else:
+    k, prices = widths[-1], prices[: widths[-1]]
   source = jnp.tile(SOURCE, (settings.seed.shape[0], 1))
   rows = MODEL, jnp.asarray(TARGET), source, source > 0, settings, length
   return harness.drafted_by(

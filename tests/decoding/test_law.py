@@ -152,14 +152,12 @@ def test_broken_draft_keeps_the_law_of_the_target(kinds):
 # --- Other drafters than one model ------------------------------------------------
 
 
-def drafter_p_value(case, rule, run=tables.RUN):
+def drafter_p_value(case, rule, run=tables.RUN, rows=ROWS):
   """The p-value of the joint law of three tokens that this drafter drafts for."""
-  rows = 40_000 if case.prices is None else 12_000  # drafts up to 16 tokens
   settings = harness.settings_of(rows, max_length=LENGTH, temperature=1.0, seed=5)
   served = case.served(DRAFT)
-  final = tables.decoded(
-    case.drafter, served, settings, LENGTH, rule, prices=case.prices, run=run
-  )
+  more = {"prices": case.prices, "run": run, "widths": (1, LENGTH)}
+  final = tables.decoded(case.drafter, served, settings, LENGTH, rule, **more)
   return p_values(first_tokens(final), TARGET, {"temperature": 1.0})[1]
 
 

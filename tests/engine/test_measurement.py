@@ -96,12 +96,12 @@ def test_model_with_100_ms_steps_is_measured_within_10_seconds(
 
 def test_run_does_not_measure_rounds_again(pair, tmp_path, slow_model, monkeypatch):
   config = tiny_online.config(pair, tmp_path, rows=2)
-  decoding = dataclasses.replace(config.decoding, adaptive=AdaptiveConfig((0, 1, 3)))
+  decoding = dataclasses.replace(config.decoding, adaptive=AdaptiveConfig((0, 1)))
   with Server(config.pair, decoding, config.learning) as server:
     server.warm_up()
-    rounds = server.engine.measured[BUCKET]
-    before = slow_model[0]
-    costs = measurement.measure_run(server, BUCKET, False, config.sampling)
+    (bucket,) = decoding.source_lengths
+    rounds, before = server.engine.measured[bucket], slow_model[0]
+    costs = measurement.measure_run(server, bucket, False, config.sampling)
   assert costs.online == rounds.flat(False)
   assert slow_model[0] - before < 4.0
 

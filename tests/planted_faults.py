@@ -228,13 +228,13 @@ FAULTS = [
     "the bonus token after the proposed length is drawn from a residual",
     "  return jnp.where(row < proposal.lengths[:, None], row_probs, 0.0)",
     "  return row_probs",
-    f"{LAW} -k drafter_keeps",
+    f"{LAW} -k vary",
   ),
   Fault(
     "a rejected deterministic proposal can be recovered",
     "    return jax.nn.one_hot(token, vocab_size)",
     "    return 0 * jax.nn.one_hot(token, vocab_size)",
-    f"{LAW} -k drafter_keeps",
+    f"{LAW} -k logits",
   ),
   Fault(
     "the residual is the whole target row",
@@ -907,7 +907,7 @@ FAULTS = [
     "a round without proposals rejects token 0",
     "if not proposal.tokens.shape[1]:",
     "if False:",
-    f"{LAW} -k drafter_keeps",
+    f"{LAW} -k dear",
   ),
   Fault(
     "the time of the cache alone is not counted",

@@ -14,7 +14,14 @@ import tiny_pair
 
 from osd_jax import online, pairs
 from osd_jax.data import batches, examples, streams
-from osd_jax.distillation import buffer, learner, optimizers, schedule, update
+from osd_jax.distillation import (
+  buffer,
+  learner,
+  losses,
+  optimizers,
+  schedule,
+  update,
+)
 from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import shapes, weights
 from osd_jax.models.shapes import AttachedConfig
@@ -75,9 +82,12 @@ def config(
       rows=rows, num_draft_tokens=3, source_lengths=(SOURCE,), target_length=LENGTH
     ),
     learning=learner.LearningConfig(
-      buffer=buffer.BufferConfig(capacity=32),
+      buffer=buffer.BufferConfig(capacity=32, recency_half_life=None),
       update=update.UpdateConfig(
-        optimizer=optimizers.OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        optimizer=optimizers.OptimizerConfig(
+          learning_rate=1e-2, query_multiplier=1.0, warmup_steps=0
+        ),
+        loss=losses.LossConfig("forward_kl", num_positions=0, num_tokens=0),
         steps_per_update=2,
         num_replay=4,
         length_multiple=LENGTH // 2,

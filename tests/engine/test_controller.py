@@ -274,7 +274,7 @@ def test_drafting_stops_only_with_enough_evidence():
 
 
 def test_rows_that_must_not_draft_make_drafting_worth_less():
-  prices = costs((1.0, 1.3, 1.6, 2.0, 2.4))
+  prices = costs((1.0, 1.5, 2.2, 3.2, 4.2))
   drafted = [
     controller.choose(
       prices, state_of([0.9] * 4, num_draft_tokens=3, undrafted=rows), range(4)

@@ -14,6 +14,7 @@ from osd_jax import corpus, online, pairs, runs
 from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.data import streams
 from osd_jax.data.batches import EncodedExample, read_corpus
+from osd_jax.distillation import losses
 from osd_jax.engine.requests import Request
 from osd_jax.engine.server import Server
 from osd_tools import replay
@@ -66,9 +67,12 @@ def config(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp("pair")
   files = tiny_online.attached(tiny_online.save_lively_pair(folder))
   shape = dataclasses.replace(files.attached, reads=request.param)
-  config = tiny_online.config(files, folder / "run", rows=1)
+  config = tiny_online.config(files, folder / "run", rows=1, gate=None)
   served = dataclasses.replace(files, attached=shape)
-  return dataclasses.replace(config, pair=pairs.load_pair(served))
+  # A tiny draft learns quickly from all tokens.
+  loss = losses.LossConfig("forward_kl", num_positions=0, num_tokens=0)
+  learning = setting.changed(config.learning, update__loss=loss)
+  return dataclasses.replace(config, pair=pairs.load_pair(served), learning=learning)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ import tiny_pair
 
 from experiments.poisoned_learning import run as poisons
 from osd_jax import online, pairs, runs, sharding
-from osd_jax.distillation import buffer, gate
+from osd_jax.distillation import buffer, losses
+from osd_jax.distillation.gate import GateConfig
 from osd_jax.engine.requests import SamplingConfig
 from osd_jax.report import plots
 
@@ -62,7 +63,7 @@ def loaded(twins):
   )
 
 
-def serve(loaded, folder, rule="rejection", rate=RATE, **changes):
+def serve(loaded, folder, rule="rejection", rate=RATE, gate=None, **changes):
   config = tiny_online.config(
     loaded,
     folder / "run",
@@ -71,16 +72,20 @@ def serve(loaded, folder, rule="rejection", rate=RATE, **changes):
     keep_outputs="ids",
     floor_metering=False,
     checkpoint_every=1000,
+    gate=gate,
     **changes,
   )
   learning = config.learning
   optimizer = dataclasses.replace(learning.update.optimizer, learning_rate=rate)
+  # A tiny draft learns quickly from all tokens.
+  loss = losses.LossConfig("forward_kl", num_positions=0, num_tokens=0)
   config = dataclasses.replace(
     config,
     stream=dataclasses.replace(config.stream, requests_per_task=PER_TASK),
     decoding=dataclasses.replace(config.decoding, acceptance_rule=rule),
     learning=dataclasses.replace(
-      learning, update=dataclasses.replace(learning.update, optimizer=optimizer)
+      learning,
+      update=dataclasses.replace(learning.update, optimizer=optimizer, loss=loss),
     ),
   )
   with pytest.MonkeyPatch.context() as patch:
@@ -182,7 +187,7 @@ def tokens_per_call(ran):
 @pytest.mark.parametrize("name", POISONS)
 def test_gate_keeps_the_speed_of_the_frozen_draft(frozen, poisoned, make, name):
   poison, rate = POISONS[name]
-  run = make(poison, rate=rate, gate=gate.GateConfig())
+  run = make(poison, rate=rate, gate=GateConfig())
   assert run.outputs == frozen["greedy"].outputs
   assert tokens_per_call(run) >= 0.95 * tokens_per_call(frozen["greedy"])
   assert run.updates and "Gate: the first draft served all requests." in run.page

@@ -374,7 +374,8 @@ def _samples(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
   """The first, middle and last answer of every task, from the rows of outputs.jsonl."""
   by_task: dict[str, list[Mapping[str, Any]]] = {}
   for row in rows:
-    by_task.setdefault(row["task"], []).append(row)
+    if "prompt" in row:  # not kept of requests that nothing may learn from
+      by_task.setdefault(row["task"], []).append(row)
   return [
     {
       "topic": task,

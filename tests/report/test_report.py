@@ -184,6 +184,7 @@ def test_samples_are_the_first_middle_and_last_output_of_every_task():
     for i in range(8)
   ]
   rows[0]["prompt"] = "long " * 200
+  rows.append({"query": 9, "task": "a", "stop_reason": "EOS"})  # keeps no texts
   found = page._samples(rows)
   places = [(row["topic"], row["request"]) for row in found]
   assert places == [("a", 1), ("a", 4), ("a", 7), ("b", 8)]

@@ -13,15 +13,19 @@ stated gap of it.
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base, pairs, runs
+from osd_jax import base, runs
 from osd_jax.decoding import accept, sampling
-from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
+
+# Only for annotations: whoever reads a verdict from a log needs no models.
+if TYPE_CHECKING:
+  from osd_jax import pairs
+  from osd_jax.engine.requests import DecodingConfig, Finished, SamplingConfig
 
 # These limits are part of the promise. A difference beyond them is a bug to find; do
 # not raise a limit to make a certificate pass.
@@ -160,13 +164,13 @@ def finish(verdict: Certificate, directory: runs.RunDirectory) -> bool:
   return verdict.passed
 
 
-def applies(sampling: SamplingConfig, decoding: DecodingConfig) -> bool:
+def applies(sampling: "SamplingConfig", decoding: "DecodingConfig") -> bool:
   """Whether outputs must equal plain decoding's, instead of only having its law."""
   rule = accept.resolve(decoding.acceptance_rule)
   return rule.exact and (sampling.temperature == 0 or rule.coupled)
 
 
-def promise(decoding: DecodingConfig) -> str:
+def promise(decoding: "DecodingConfig") -> str:
   """A warning if the acceptance rule is not exact, else ""."""
   if accept.resolve(decoding.acceptance_rule).exact:
     return ""
@@ -183,7 +187,7 @@ class Certifier:
     check: "token equality", or "near-tie audit" if the target computes in bfloat16.
   """
 
-  def __init__(self, pair: pairs.Pair):
+  def __init__(self, pair: "pairs.Pair"):
     """Compiles nothing; the target is compiled for the first output to score."""
     self._pair = pair
     # The dtype that the target computes in, which may differ from that of its weights.
@@ -194,7 +198,7 @@ class Certifier:
     self.check = "near-tie audit" if rounded else "token equality"
 
   def judge(
-    self, answered: Iterable[tuple[Finished, Finished]], first: int = 0
+    self, answered: Iterable[tuple["Finished", "Finished"]], first: int = 0
   ) -> Certificate:
     """Returns the certificate of (plain, speculative) answers to the same requests.
 
@@ -215,7 +219,9 @@ class Certifier:
     """The certificate of an output that ended at logits that are not finite."""
     return Certificate(self.check, outputs=1, broken=1)
 
-  def _by_equality(self, place: int, plain: Finished, fast: Finished) -> Certificate:
+  def _by_equality(
+    self, place: int, plain: "Finished", fast: "Finished"
+  ) -> Certificate:
     verdict = Certificate(self.check, outputs=1, tokens=len(fast.tokens))
     at = first_difference(plain.tokens, fast.tokens)
     if at is None:
@@ -231,7 +237,7 @@ class Certifier:
       return dataclasses.replace(verdict, near_ties=1)
     return dataclasses.replace(verdict, failures=(difference,))
 
-  def _scores_in_float64(self, done: Finished, at: int) -> np.ndarray:
+  def _scores_in_float64(self, done: "Finished", at: int) -> np.ndarray:
     with jax.enable_x64(True):
       # Exact: every float32 and bfloat16 value is a float64 value, so only the sums are
       # computed more precisely.
@@ -242,7 +248,7 @@ class Certifier:
     return scores(logits[at], done.settings, at)
 
   def _logits(
-    self, target: base.Model, params: base.Params, done: Finished
+    self, target: base.Model, params: base.Params, done: "Finished"
   ) -> np.ndarray:
     """Teacher-forced logits [T, V] of an answer."""
     source = np.asarray(done.batch.source)
@@ -254,7 +260,7 @@ class Certifier:
       text += [int(token) for token in np.asarray(prompt)[0] if token >= 0]
     return penalized(np.asarray(logits)[0], done.settings, text, done.tokens)
 
-  def _by_audit(self, place: int, plain: Finished, fast: Finished) -> Certificate:
+  def _by_audit(self, place: int, plain: "Finished", fast: "Finished") -> Certificate:
     del plain  # the target itself is the reference
     logits = self._logits(self._pair.target, self._pair.target_params, fast)
     near_ties, failures = 0, []

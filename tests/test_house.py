@@ -13,7 +13,7 @@ from conftest import DURATIONS, ROOT
 
 ALL = "osd_jax osd_serve osd_tools"
 LIMITS = {  # (folders, measure) -> most
-  ("osd_jax", "lines"): 27290,
+  ("osd_jax", "lines"): 27300,
   ("osd_serve osd_tools", "lines"): 6150,
   ("tests", "lines"): 34100,
   ("osd_jax", "files"): 98,

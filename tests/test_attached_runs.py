@@ -142,13 +142,14 @@ def test_adaptive_k_approximations_and_meshes_change_no_output(
   assert np.mean(overlaps[-8:]) > np.mean(overlaps[:8])
 
 
+@pytest.mark.parametrize("family", ["t5"], indirect=True)
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
-def test_long_warm_start_does_not_deadlock_on_a_mesh():
+def test_long_warm_start_does_not_deadlock_on_a_mesh(pair):
   """Queued computations on several CPU devices of XLA can deadlock."""
-  decoding = DecodingConfig(source_lengths=(40,), target_length=64)
+  decoding = DecodingConfig(source_lengths=(tiny_online.SOURCE,), target_length=12)
   mesh = sharding.PartitionConfig(2, 2)
-  with Server(pairs.PairConfig(), decoding, partition=mesh) as server:
-    asked = [batches.EncodedExample(np.full(30, 9), 0, np.full(40, 9))] * 1600
+  with Server(pair[1], decoding, partition=mesh) as server:
+    asked = [batches.EncodedExample(np.full(30, 9), 0, np.full(10, 9))] * 1600
     server.seed(list(corpus.reference_rows(server.pair, asked, decoding)))
     assert int(server.learner.state()[0]["buffer"].added) == 1600
 

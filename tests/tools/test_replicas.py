@@ -136,6 +136,12 @@ def pair(lively):
   )
 
 
+def with_gate(config_of_gate, *arguments, **changes):
+  config = configured(*arguments, **changes)
+  learning = dataclasses.replace(config.learning, gate=config_of_gate)
+  return dataclasses.replace(config, learning=learning)
+
+
 @contextlib.contextmanager
 def begun(config):
   with runs.RunDirectory.start(config.run_directory, config) as directory:
@@ -160,12 +166,10 @@ def alone(pair, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_killing_a_replica_changes_no_output(pair, alone, tmp_path, hasty_gate):
+def test_killing_a_replica_changes_no_output(pair, alone, tmp_path):
   """The other one answers its requests, and each request is learned from once."""
   ray, lost, path = pytest.importorskip("ray"), [], tmp_path / "run"
-  config = configured(pair, path, replicas=ReplicaConfig(2))
-  learning = dataclasses.replace(config.learning, gate=gate.GateConfig(error_rate=0.99))
-  with begun(dataclasses.replace(config, learning=learning)) as loop:
+  with begun(with_gate(None, pair, path, replicas=ReplicaConfig(2))) as loop:
     while loop.step() is not None:
       if loop.finished >= 6 and not lost:
         victim = max(loop.server.engine._replicas, key=lambda one: len(one.held))
@@ -181,14 +185,14 @@ def test_killing_a_replica_changes_no_output(pair, alone, tmp_path, hasty_gate):
   assert all(row["certificate"]["equal"] for row in rows if "certificate" in row)
   assert len(rows_of(path, "update")) > 2
   assert max(row["draft_version"] for row in rows) > 1
-  assert rows_of(path, "gate")[0]["name"] == "promoted"
 
 
 @pytest.mark.slow
 def test_interrupted_run_continues_with_fewer_and_without_replicas(
-  pair, alone, tmp_path, inline
+  pair, alone, tmp_path, inline, hasty_gate
 ):
-  config, path = configured(pair, tmp_path / "run", compare_every=0), tmp_path / "run"
+  path, hasty = tmp_path / "run", gate.GateConfig(error_rate=0.99)
+  config = with_gate(hasty, pair, path, compare_every=0)
   for count, until in ((2, 8), (1, 16)):
     with begun(dataclasses.replace(config, replicas=ReplicaConfig(count))) as loop:
       while loop.finished < until:
@@ -198,6 +202,7 @@ def test_interrupted_run_continues_with_fewer_and_without_replicas(
   online.run(config)
   assert outputs(path) == alone
   each_once(path)
+  assert rows_of(path, "gate")[0]["name"] == "promoted"
   assert len(rows_of(path, "data")) == 1  # continued, not restarted
 
 

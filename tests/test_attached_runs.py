@@ -135,8 +135,8 @@ def on_a_mesh_without_stored_states(config):
 def test_adaptive_k_approximations_and_meshes_change_no_output(
   family, mode, pair, plain, tmp_path
 ):
-  result = online.run(mode(configured(pair[1], tmp_path / "run")))
-  assert result.exact
+  config = configured(pair[1], tmp_path / "run", compare_every=0)
+  result = online.run(mode(config))
   assert outputs(result.path) == plain
   overlaps = [row["overlap"] for row in requests(result.path)]
   assert np.mean(overlaps[-8:]) > np.mean(overlaps[:8])

@@ -161,7 +161,7 @@ def each_once(path):
 @pytest.fixture(scope="module")
 def alone(pair, tmp_path_factory):
   """Outputs of a run without replicas."""
-  config = configured(pair, tmp_path_factory.mktemp("alone") / "run", compare_every=0)
+  config = configured(pair, tmp_path_factory.mktemp("alone") / "run")
   return outputs(online.run(config).path)
 
 
@@ -169,7 +169,8 @@ def alone(pair, tmp_path_factory):
 def test_killing_a_replica_changes_no_output(pair, alone, tmp_path):
   """The other one answers its requests, and each request is learned from once."""
   ray, lost, path = pytest.importorskip("ray"), [], tmp_path / "run"
-  with begun(with_gate(None, pair, path, replicas=ReplicaConfig(2))) as loop:
+  config = with_gate(None, pair, path, replicas=ReplicaConfig(2), compare_every=6)
+  with begun(config) as loop:
     while loop.step() is not None:
       if loop.finished >= 6 and not lost:
         victim = max(loop.server.engine._replicas, key=lambda one: len(one.held))
@@ -192,7 +193,7 @@ def test_interrupted_run_continues_with_fewer_and_without_replicas(
   pair, alone, tmp_path, inline, hasty_gate
 ):
   path, hasty = tmp_path / "run", gate.GateConfig(error_rate=0.99)
-  config = with_gate(hasty, pair, path, compare_every=0)
+  config = with_gate(hasty, pair, path)
   for count, until in ((2, 8), (1, 16)):
     with begun(dataclasses.replace(config, replicas=ReplicaConfig(count))) as loop:
       while loop.finished < until:

@@ -77,7 +77,7 @@ figures: $(STAMP) ## draw the pictures of the results page from committed result
 
 # Bytecode is written even if PYTHONDONTWRITEBYTECODE is set, because many tests start
 # processes. xdist keeps the order that conftest.py chooses: the longest files first.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --durations=10 -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 # The type checker uses one core, so it runs next to the tests.
 test: style ## lint, and the fast tests of single parts

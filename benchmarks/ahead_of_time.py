@@ -70,8 +70,7 @@ def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
     if name not in ("read", "append", "draw", "swap"):
       with contextlib.suppress(programs.RefusedError):
         calls[name] = programs.compiled(found, program)
-  answers = estimates.Answers(64, (ACCEPTANCE,))
-  report = estimates.conclusions(found, calls, answers)
+  report = estimates.conclusions(found, calls, (ACCEPTANCE,))
   gigabytes = {row["what"]: row["gigabytes_a_chip"] for row in report["memory"]}
   (fits,) = report["fits"]
   room = {"needed, GB a chip": fits["needed_gb"], "of a chip's, GB": fits["memory_gb"]}

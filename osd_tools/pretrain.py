@@ -80,9 +80,7 @@ class PretrainConfig(base.Config):
 def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
   """Trains, evaluates, writes `config.output`; continues an interrupted run.
 
-  Args:
-    config: model, data, optimiser and output of the run.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
   """
   # Checked first: training must not end in an error about a folder.
   runs.check_output("PretrainConfig.output", config.output)
@@ -312,12 +310,9 @@ def _placed(
 ) -> tuple[jax.Array, jax.Array]:
   """Puts source [R, S] and target [R, T] on the mesh, split over its data axis."""
   size = len(batch.source)
-  local_rows = partitioner.own_rows(
-    size
-  )  # each process passes the rows of its own devices
-  return partitioner.place_own_rows(
-    size, (batch.source[local_rows], batch.target[local_rows])
-  )
+  # Each process passes the rows of its own devices.
+  local = partitioner.own_rows(size)
+  return partitioner.place_own_rows(size, (batch.source[local], batch.target[local]))
 
 
 def _sentence(step: int, rows: dict[str, dict[str, float]]) -> str:

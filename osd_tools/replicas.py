@@ -183,7 +183,9 @@ class Replicas:
     self._messages: list[str] = []
     self._waiting: collections.deque[tuple[int, Request]] = collections.deque()
     self._running: dict[Any, _Handle] = {}
-    self._replicas = [self._started() for _ in range(replicas.count)]
+    self._replicas = [_Handle(None) for _ in range(replicas.count)]
+    for replica in self._replicas:
+      self._restart(replica)
 
   @property
   def capacity(self) -> int:
@@ -343,11 +345,6 @@ class Replicas:
     for replica in self._replicas:
       if replica is not source:
         replica.unseen.extend(texts)
-
-  def _started(self) -> _Handle:
-    replica = _Handle(None)
-    self._restart(replica)
-    return replica
 
   def _restart(self, replica: _Handle) -> None:
     """Starts a process, which replaces a lost one if there was one."""

@@ -12,7 +12,7 @@ _TOKENS_S = "tokens / s"
 class Advice(Row):
   """One per system of osd advise, with the K that is fastest for it."""
 
-  heading = "Systems"
+  heading = "Advice"
 
   system: Annotated[
     str,

@@ -38,6 +38,7 @@ def _shape(
 
 
 _LLAMA = LlamaConfig()
+_LLAMA_SMALL = LlamaConfig(max_positions=2048, norm_epsilon=1e-6)
 _LLAMA_3 = LlamaConfig(
   vocab_size=128256,
   num_kv_heads=8,
@@ -93,9 +94,21 @@ _GEMMA_2_2B = dataclasses.replace(
   eos_ids=(1, 107),
 )
 _T5GEMMA_2B = T5GemmaConfig(**vars(_GEMMA_2_2B))
-_T5GEMMA_T5 = dataclasses.replace(  # the smaller ones have the shapes of T5s
-  _T5GEMMA_2B, head_dim=64, query_pre_attn_scalar=256.0
-)
+
+
+def _t5gemma(width: int, num_heads: int, mlp_dim: int, layers: int) -> T5GemmaConfig:
+  """Returns one of the smaller sizes, which have the shapes of T5s."""
+  return dataclasses.replace(
+    _T5GEMMA_2B,
+    head_dim=64,
+    query_pre_attn_scalar=256.0,
+    width=width,
+    num_heads=num_heads,
+    num_kv_heads=num_heads,
+    mlp_dim=mlp_dim,
+    num_layers=layers,
+    num_encoder_layers=layers,
+  )
 
 
 def _llama(like: LlamaConfig, width: int, num_heads: int, mlp_dim: int, layers: int):
@@ -106,7 +119,7 @@ def _llama(like: LlamaConfig, width: int, num_heads: int, mlp_dim: int, layers: 
     width=width,
     num_heads=num_heads,
     # The first two generations of Llama have no grouped-query attention at these sizes.
-    num_kv_heads=num_heads if like is _LLAMA else like.num_kv_heads,
+    num_kv_heads=num_heads if like in (_LLAMA, _LLAMA_SMALL) else like.num_kv_heads,
     head_dim=head_dim,
     mlp_dim=mlp_dim,
     num_layers=layers,
@@ -121,12 +134,8 @@ SIZES: dict[str, ModelConfig] = {
   "flan-t5-large": _shape(_FLAN, 1024, 16, 2816, 24),
   "flan-t5-xl": _shape(_FLAN, 2048, 32, 5120, 24),
   "flan-t5-xxl": _shape(_FLAN, 4096, 64, 10240, 24),
-  "llama-68m": dataclasses.replace(
-    _llama(_LLAMA, 768, 12, 3072, 2), max_positions=2048, norm_epsilon=1e-6
-  ),
-  "llama-160m": dataclasses.replace(
-    _llama(_LLAMA, 768, 12, 3072, 12), max_positions=2048, norm_epsilon=1e-6
-  ),
+  "llama-68m": _llama(_LLAMA_SMALL, 768, 12, 3072, 2),
+  "llama-160m": _llama(_LLAMA_SMALL, 768, 12, 3072, 12),
   "tinyllama-1.1b": dataclasses.replace(
     _llama(_LLAMA, 2048, 32, 5632, 22), num_kv_heads=4, max_positions=2048
   ),
@@ -150,24 +159,8 @@ SIZES: dict[str, ModelConfig] = {
   ),
   "qwen3-8b": _llama(_QWEN_3, 4096, 32, 12288, 36),
   "gemma-2-2b": _GEMMA_2_2B,
-  "t5gemma-s-s": dataclasses.replace(
-    _T5GEMMA_T5,
-    width=512,
-    num_heads=8,
-    num_kv_heads=8,
-    mlp_dim=1024,
-    num_layers=8,
-    num_encoder_layers=8,
-  ),
-  "t5gemma-b-b": dataclasses.replace(
-    _T5GEMMA_T5,
-    width=768,
-    num_heads=12,
-    num_kv_heads=12,
-    mlp_dim=2048,
-    num_layers=12,
-    num_encoder_layers=12,
-  ),
+  "t5gemma-s-s": _t5gemma(512, 8, 1024, 8),
+  "t5gemma-b-b": _t5gemma(768, 12, 2048, 12),
   "t5gemma-2b-2b": _T5GEMMA_2B,
   "gemma-3-270m": dataclasses.replace(_GEMMA_3, width=640, mlp_dim=2048, num_layers=18),
   "gemma-3-1b": dataclasses.replace(_GEMMA_3, width=1152, mlp_dim=6912, num_layers=26),

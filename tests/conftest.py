@@ -73,6 +73,27 @@ def pytest_addoption(parser):
   )
 
 
+# Their tests start processes and share nothing, so all workers take part. Every other
+# file stays on one worker, because its tests share compiled programs.
+DIVIDED = (
+  *("tests/test_docs.py", "tests/test_notebooks.py"),
+  "tests/benchmarks/test_programs.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+  """Divides some files among the workers; xdist's loadfile divides none."""
+  from xdist.scheduler import LoadFileScheduling
+
+  class Scheduling(LoadFileScheduling):
+    def _split_scope(self, nodeid):
+      file = super()._split_scope(nodeid)
+      return nodeid if file in DIVIDED else file
+
+  return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items):
   """Starts the longest files first, so that two workers finish at the same time."""
   seconds: collections.Counter[str] = collections.Counter()

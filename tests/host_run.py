@@ -27,7 +27,10 @@ from osd_jax import (  # noqa: E402
 
 
 def config(pair, directory, kind):
-  """16 requests and 4 updates on a mesh of two by two devices."""
+  """16 requests and 4 updates on a mesh of two by two devices.
+
+  Only with an attached draft are some of them compared with plain decoding.
+  """
   if kind == "attached":
     pair = tiny_online.attached(pair)
   made = tiny_online.config(pair, directory)
@@ -38,6 +41,7 @@ def config(pair, directory, kind):
     stream=dataclasses.replace(made.stream, requests_per_task=4),
     warm_start=None,
     measure_costs=False,
+    compare_every=8 if kind == "attached" else 0,
   )
 
 

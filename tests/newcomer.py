@@ -17,10 +17,14 @@ import sys
 import time
 
 import browser
+import jax
 import numpy as np
-import safetensors.numpy
 import sentencepiece
 import tokenizers
+
+from osd_jax.models import families, weights
+from osd_jax.models.convert import hugging_face
+from osd_jax.models.shapes import LlamaConfig, T5Config
 
 QUESTION = "How many films have budget above 44?"
 TEXTS = [
@@ -47,31 +51,16 @@ OnlineConfig.run_directory = "runs/{name}"
 # --- Models, as they lie on a hub -----------------------------------------------------
 
 
-def matrices(rng, shapes):
-  """Random weights by name; vectors are scales close to 1, or biases close to 0."""
-
-  def drawn(name, shape):
-    noise = rng.normal(size=shape)
-    if len(shape) == 1:
-      return 0.1 * noise + (not name.endswith("bias"))
-    is_embedding = "embed_tokens" in name or name in ("shared.weight", "lm_head.weight")
-    return noise if is_embedding or "relative" in name else noise * shape[1] ** -0.5
-
-  return {name: drawn(name, shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def write_folder(folder, config, shapes, files, first, end):
+def write_folder(folder, shape, files, first, end):
   """Writes a model that emits ids first .. end - 1 only, like a trained one."""
-  folder.mkdir()
-  tensors = matrices(np.random.default_rng(0), shapes)
-  tensors["lm_head.weight"][:first] = tensors["lm_head.weight"][end:] = 0
-  safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-  (folder / "config.json").write_text(json.dumps(config))
-  for name, content in files.items():
-    (folder / name).write_bytes(content)
+  params = jax.jit(families.build(shape, folder).init)(jax.random.key(0))
+  head = params["decoder"]["logits_dense"]
+  ids = np.arange(shape.vocab_size)
+  head["kernel"] = head["kernel"] * ((ids >= first) & (ids < end))
+  hugging_face.write(folder, weights.Weights(shape, params), files)
 
 
-def make_flan(folder, width=32, heads=2, size=16, hidden=48, layers=2, buckets=32):
+def make_flan(folder):
   """A Flan-T5 with a SentencePiece vocabulary and 100 sentinels."""
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.Train(
@@ -86,52 +75,27 @@ def make_flan(folder, width=32, heads=2, size=16, hidden=48, layers=2, buckets=3
     minloglevel=2,
   )
   pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-  vocab = -(-(pieces.GetPieceSize() + 100) // 128) * 128  # a multiple of 128
-  shapes = {"shared.weight": (vocab, width), "lm_head.weight": (vocab, width)}
-  for side, parts in (("encoder", 2), ("decoder", 3)):
-    shapes[f"{side}.final_layer_norm.weight"] = (width,)
-    for block in range(layers):
-      at = f"{side}.block.{block}.layer"
-      for part in range(parts):
-        shapes[f"{at}.{part}.layer_norm.weight"] = (width,)
-      for part in range(parts - 1):
-        name = f"{at}.{part}.{('SelfAttention', 'EncDecAttention')[part]}"
-        shapes |= {f"{name}.{x}.weight": (heads * size, width) for x in "qkv"}
-        shapes[f"{name}.o.weight"] = (width, heads * size)
-      dense = f"{at}.{parts - 1}.DenseReluDense"
-      shapes |= {f"{dense}.wi_{i}.weight": (hidden, width) for i in (0, 1)}
-      shapes[f"{dense}.wo.weight"] = (width, hidden)
-    bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    shapes[bias] = (buckets, heads)
-  config = {
-    "architectures": ["T5ForConditionalGeneration"],
-    "model_type": "t5",
-    "d_model": width,
-    "d_kv": size,
-    "d_ff": hidden,
-    "num_heads": heads,
-    "num_layers": layers,
-    "num_decoder_layers": layers,
-    "feed_forward_proj": "gated-gelu",
-    "is_encoder_decoder": True,
-    "layer_norm_epsilon": 1e-6,
-    "relative_attention_num_buckets": buckets,
-    "relative_attention_max_distance": 128,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
-    "vocab_size": vocab,
-  }
+  count = pieces.GetPieceSize()
   settings = {"extra_ids": 100, "tokenizer_class": "T5Tokenizer"}
+  shape = T5Config(
+    vocab_size=-(-(count + 100) // 128) * 128,  # a multiple of 128
+    width=32,
+    num_heads=2,
+    head_dim=16,
+    mlp_dim=48,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    mlp_activations=("gelu", "linear"),
+    tied_head=False,
+  )
   files = {
     "spiece.model": model.getvalue(),
     "tokenizer_config.json": json.dumps(settings).encode(),
   }
-  write_folder(folder, config, shapes, files, 3, pieces.GetPieceSize())
+  write_folder(folder, shape, files, 3, count)
 
 
-def make_qwen(folder, width=32, heads=4, pairs=2, hidden=48, layers=2):
+def make_qwen(folder):
   """A Qwen2 with a byte-level vocabulary and a chat template."""
   from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -146,39 +110,18 @@ def make_qwen(folder, width=32, heads=4, pairs=2, hidden=48, layers=2):
     show_progress=False,
   )
   tokenizer.train_from_iterator(TEXTS, trainer)
-  vocab, head = 512, width // heads
-  shapes = {"model.norm.weight": (width,)}
-  shapes |= {
-    f"{name}.weight": (vocab, width) for name in ("model.embed_tokens", "lm_head")
-  }
-  for layer in range(layers):
-    at = f"model.layers.{layer}"
-    for name, rows in (("q", heads), ("k", pairs), ("v", pairs)):
-      shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows * head, width)
-      shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows * head,)
-    shapes[f"{at}.self_attn.o_proj.weight"] = (width, heads * head)
-    shapes[f"{at}.mlp.gate_proj.weight"] = (hidden, width)
-    shapes[f"{at}.mlp.up_proj.weight"] = (hidden, width)
-    shapes[f"{at}.mlp.down_proj.weight"] = (width, hidden)
-    shapes[f"{at}.input_layernorm.weight"] = (width,)
-    shapes[f"{at}.post_attention_layernorm.weight"] = (width,)
-  config = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": width,
-    "intermediate_size": hidden,
-    "num_attention_heads": heads,
-    "num_key_value_heads": pairs,
-    "num_hidden_layers": layers,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "vocab_size": vocab,
-  }
+  shape = LlamaConfig(
+    vocab_size=512,
+    width=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=48,
+    num_layers=2,
+    max_positions=512,
+    eos_ids=(2,),
+    attention_bias=True,
+  )
   template = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -189,7 +132,7 @@ def make_qwen(folder, width=32, heads=4, pairs=2, hidden=48, layers=2):
     "tokenizer.json": tokenizer.to_str().encode(),
     "tokenizer_config.json": json.dumps(settings).encode(),
   }
-  write_folder(folder, config, shapes, files, len(marks), tokenizer.get_vocab_size())
+  write_folder(folder, shape, files, len(marks), tokenizer.get_vocab_size())
 
 
 # --- Commands -------------------------------------------------------------------------
@@ -214,8 +157,8 @@ def answers_of(*words):
 
 
 def main(start):
-  make_flan(pathlib.Path("flan"))
-  make_qwen(pathlib.Path("qwen"))
+  make_flan("flan")
+  make_qwen("qwen")
   limit = ("--max_new_tokens", "12")
   (first,) = answers_of("--target", "flan", QUESTION, *limit)
   print(f"{time.time() - start:.0f} s from the installation to the first answer")

@@ -815,7 +815,7 @@ FAULTS = [
     "replicas keep their answers to themselves",
     "        replica.unseen.extend(texts)\n",
     "        pass\n",
-    "tests/tools/test_replica_cache.py -k shared",
+    "tests/tools/test_replicas.py -k shared",
   ),
   Fault(
     "entries of the n-gram cache are only hidden by their hash",

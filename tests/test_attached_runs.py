@@ -49,7 +49,7 @@ def pair(family, tmp_path_factory):
 
 
 def configured(pair, folder, rows=2, **changes):
-  config = tiny_online.config(pair, folder, rows, warm_start=None, compare_every=6)
+  config = tiny_online.config(pair, folder, rows, warm_start=None, compare_every=0)
   learning = dataclasses.replace(
     config.learning,
     update=update.UpdateConfig(
@@ -78,16 +78,14 @@ def requests(path):
 def plain(pair, tmp_path_factory):
   """Outputs with the frozen independent draft."""
   folder = tmp_path_factory.mktemp("plain")
-  config = configured(pair[0], folder / "run", learn=False, compare_every=0)
+  config = configured(pair[0], folder / "run", learn=False)
   return outputs(online.run(config).path)
 
 
 @pytest.fixture(scope="module")
 def learned(pair, tmp_path_factory):
   folder = tmp_path_factory.mktemp("learned")
-  result = online.run(configured(pair[1], folder / "run"))
-  assert result.exact
-  return result.path
+  return online.run(configured(pair[1], folder / "run")).path
 
 
 def test_attached_draft_learns_and_changes_no_output(learned, plain, family):
@@ -136,19 +134,19 @@ def test_adaptive_k_approximations_and_meshes_change_no_output(
   family, mode, pair, plain, tmp_path
 ):
   result = online.run(mode(configured(pair[1], tmp_path / "run")))
-  assert result.exact
   assert outputs(result.path) == plain
   overlaps = [row["overlap"] for row in requests(result.path)]
   assert np.mean(overlaps[-8:]) > np.mean(overlaps[:8])
 
 
+@pytest.mark.parametrize("family", ["t5"], indirect=True)
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
-def test_long_warm_start_does_not_deadlock_on_a_mesh():
+def test_long_warm_start_does_not_deadlock_on_a_mesh(pair):
   """Queued computations on several CPU devices of XLA can deadlock."""
-  decoding = DecodingConfig(source_lengths=(40,), target_length=64)
+  decoding = DecodingConfig(source_lengths=(tiny_online.SOURCE,), target_length=12)
   mesh = sharding.PartitionConfig(2, 2)
-  with Server(pairs.PairConfig(), decoding, partition=mesh) as server:
-    asked = [batches.EncodedExample(np.full(30, 9), 0, np.full(40, 9))] * 1600
+  with Server(pair[1], decoding, partition=mesh) as server:
+    asked = [batches.EncodedExample(np.full(30, 9), 0, np.full(10, 9))] * 1600
     server.seed(list(corpus.reference_rows(server.pair, asked, decoding)))
     assert int(server.learner.state()[0]["buffer"].added) == 1600
 
@@ -210,7 +208,7 @@ def test_draft_of_a_sibling_serves_and_the_report_says_so(pair, learned, tmp_pat
   with pytest.raises(base.InputError, match=r"set PairConfig\.sibling_draft = True"):
     pairs.load_pair(copy)
   config = configured(dataclasses.replace(copy, sibling_draft=True), tmp_path / "run")
-  result = online.run(dataclasses.replace(config, learn=False))
+  result = online.run(dataclasses.replace(config, learn=False, compare_every=6))
   assert result.exact
   # It proposes better than the random draft that it was at first.
   overlaps = [row["overlap"] for row in requests(result.path)]

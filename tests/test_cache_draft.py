@@ -86,6 +86,7 @@ def test_agreement_is_measured_before_an_answer_is_taken_up(pair, requests):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
 def test_online_run_measures_the_cache_against_prompt_lookup(pair, tmp_path):
   config = tiny_online.config(
     pair, tmp_path / "run", rows=1, compare_every=2, measure_costs=True
@@ -108,6 +109,7 @@ def test_online_run_measures_the_cache_against_prompt_lookup(pair, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pair", ["t5"], indirect=True)
 def test_evaluation_and_certificate_run_without_a_draft_model(pair, tmp_path):
   prompts = BatchConfig(tasks=tiny_online.tasks("eval", 1), source_length=48)
   decoding = dataclasses.replace(DECODING, source_lengths=(48,), rows=2)

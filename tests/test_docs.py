@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import traceback
 
 import pages
 import pytest
@@ -45,23 +46,23 @@ FILE = re.compile(r"[\w./-]*\w\.(?:py|gin|md|ipynb|cc|csv|sh|yaml|svg|toml)(?!\w
 NOT_OURS = re.compile(r"^my[._]|operative_config|[A-Z]{4}(?!.*\.md)")
 
 
-def run_page(page: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedProcess:
-  """Runs a page in its own process, with one device, as a reader does."""
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_every_block_of_a_page_runs(page, tmp_path):
+  """In its own process, with one device, as a reader does."""
   environment = os.environ | {
     "XLA_FLAGS": xla_flags(1),
     "PYTHONPATH": str(ROOT),
     "MPLBACKEND": "agg",
   }
-  command = [sys.executable, pages.__file__, str(page)]
-  return subprocess.run(
-    command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+  result = subprocess.run(
+    [sys.executable, pages.__file__, str(DOCS / page)],
+    cwd=tmp_path,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=900,
   )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_BLOCKS)
-def test_every_block_of_a_page_runs(page, tmp_path):
-  result = run_page(DOCS / page, tmp_path)
   assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-6000:]}"
 
 
@@ -82,14 +83,17 @@ def test_every_block_of_a_page_runs(page, tmp_path):
     ("```sh\ntrue  # exit code 2\n```", "exit code 0, expected 2"),
   ],
 )
-def test_wrong_block_fails(block, message, tmp_path):
+def test_wrong_block_fails(block, message, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
   page = tmp_path / "page.md"
   page.write_text(f"A line.\n\n{block}\n")
-  result = run_page(page, tmp_path)
-  assert result.returncode != 0 and message in result.stderr
+  with pytest.raises(Exception) as caught:
+    pages.run(page)
+  assert message in "".join(traceback.format_exception(caught.value))
 
 
-def test_blocks_share_names_and_files(tmp_path):
+def test_blocks_share_names_and_files(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
   page = tmp_path / "page.md"
   page.write_text(
     '```text title="in/data.txt"\nfive\n```\n'
@@ -102,8 +106,7 @@ def test_blocks_share_names_and_files(tmp_path):
     "```sh\n(exit 3)  # exit code 3\n```\n"
     "```gin\nPairConfig.draft = @a/PairConfig()\na/PairConfig.target = %T\n```\n"
   )
-  result = run_page(page, tmp_path)
-  assert result.returncode == 0, result.stderr
+  pages.run(page)
 
 
 def test_few_blocks_are_not_run_and_each_gives_a_reason():

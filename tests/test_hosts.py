@@ -20,8 +20,8 @@ from osd_jax import runs
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).with_name("host_run.py")
-COMMANDS = Path(__file__).with_name("host_commands.py")
+TESTS = Path(__file__).parent
+RUN, COMMANDS = "host_run.py", "host_commands.py"
 PATIENCE = 240
 
 
@@ -52,17 +52,14 @@ def job_of_open_mpi(processes, number):
   }
 
 
-def started(folder, directory, kind="independent", processes=2, cluster=None):
-  """Starts the processes of a run, which find each other by `cluster` or a port."""
-  port = "cluster" if cluster else str(free_port())
+def started(script, *words, processes=2, cluster=None):
+  """Starts the processes of a script; they find each other by `cluster` or a port."""
+  port = "cluster" if cluster else free_port()
   return [
     subprocess.Popen(
-      [
-        sys.executable,
-        str(SCRIPT),
-        *(str(folder), str(directory), kind, port, str(processes), str(number)),
-      ],
+      [sys.executable, *map(str, (TESTS / script, *words, port, processes, number))],
       env=os.environ | (cluster(processes, number) if cluster else {}),
+      cwd=TESTS.parent,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -100,7 +97,7 @@ def alone(folder, tmp_path_factory):
   @functools.cache
   def run(kind):
     directory = tmp_path_factory.mktemp(kind) / "run"
-    finished(started(folder, directory, kind, 1))
+    finished(started(RUN, folder, directory, kind, processes=1))
     assert len(served(directory)) == 16 and len(learnt(directory)) > 2
     return directory
 
@@ -123,7 +120,8 @@ def kill(running, victim, directory):
 
 
 def test_loss_of_the_first_process_ends_the_other(folder, tmp_path):
-  kill(started(folder, tmp_path / "run"), 0, tmp_path / "run")
+  run = tmp_path / "run"
+  kill(started(RUN, folder, run, "independent"), 0, run)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +134,8 @@ def test_two_processes_give_the_outputs_and_updates_of_one(
   """Also if the second is killed and the run is started again."""
   expected, directory = alone(kind), tmp_path / "run"
   if is_killed:
-    kill(started(folder, directory, kind), 1, directory)
-  finished(started(folder, directory, kind, cluster=cluster))
+    kill(started(RUN, folder, directory, kind), 1, directory)
+  finished(started(RUN, folder, directory, kind, cluster=cluster))
   other = tmp_path / "run.process_1"
   assert served(directory) == served(other) == served(expected)
   np.testing.assert_allclose(learnt(directory), learnt(expected), atol=1e-5)
@@ -159,18 +157,7 @@ def test_other_commands_in_two_processes_match_one(tmp_path):
   folders = {count: tmp_path / str(count) for count in (1, 2)}
   for count, folder in folders.items():
     folder.mkdir()
-    words = [sys.executable, str(COMMANDS), str(folder), str(free_port()), str(count)]
-    running = [
-      subprocess.Popen(
-        [*words, str(number)],
-        cwd=SCRIPT.parents[1],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-      )
-      for number in range(count)
-    ]
-    finished(running)
+    finished(started(COMMANDS, folder, processes=count))
   alone, together = folders.values()
   for name in ("model", "draft"):
     one, two = (

@@ -9,7 +9,7 @@ from osd_jax import main as cli
 from osd_jax.data.batches import BatchConfig
 from osd_jax.engine.requests import DecodingConfig
 
-MESHES = [("t5", (2, 2)), ("t5", (1, 4)), ("llama", (1, 1))]
+MESHES = [("t5", (2, 2)), ("llama", (1, 4))]
 DECODING = DecodingConfig(
   rows=4,
   num_draft_tokens=2,

@@ -26,8 +26,9 @@ SMALLER = {
   },
   "own_data_and_weights": {"REQUESTS = 48 ": "REQUESTS = 16 "},
   "decoder_only_pair": {
-    "STEPS = 300 ": "STEPS = 100 ",
-    "REQUESTS = 80": "REQUESTS = 40",
+    "STEPS = 300 ": "STEPS = 40 ",
+    "num_layers=4": "num_layers=2",
+    "REQUESTS = 80": "REQUESTS = 30",
   },
   "paper_figure": {"REQUESTS = 80 ": "REQUESTS = 30 "},
 }
@@ -218,7 +219,7 @@ def test_decoder_only_pair_improves_during_serving(repository, execute):
   ask = "[counts, server.statistics.updates, len(alone)]"
   kernel = execute(smaller(repository, "decoder_only_pair", ask))
   counts, updates, alone = answer(kernel)
-  assert len(counts) == 40 and alone == 20 and updates >= 3
+  assert len(counts) == 30 and alone == 20 and updates >= 3
   assert sum(counts[-10:]) > sum(counts[:10])
   assert len(list(kernel.outputs("image/png"))) == 1
   assert "Warning" not in kernel.text()

@@ -21,7 +21,6 @@ from osd_tools import replay
 
 sys.path += [str(ROOT / "experiments" / "open_questions"), str(ROOT / "benchmarks")]
 
-import orders
 import recordings
 import setting
 import stability
@@ -42,15 +41,6 @@ def test_a_walk_emits_every_token_once(drafted):
     ends = np.flatnonzero(rejected)
     lengths = np.diff(np.concatenate([[-1], ends, [39] if not rejected[-1] else []]))
     assert calls == sum(-(-int(n) // (drafted + 1)) for n in lengths)
-
-
-@pytest.mark.parametrize("kind", [*run.KINDS, "gradual", "heavy tailed"])
-def test_a_stream_has_no_answer_twice(kind):
-  topics = np.repeat(np.arange(4), 40)
-  recording = recordings.Recording(tuple(range(160)), topics, tuple("abcd"))  # pyright: ignore
-  order = orders.order(recording, kind, 12, seed=1)
-  assert len(set(order.tolist())) == len(order)
-  assert (order != orders.order(recording, kind, 12, seed=2)).any()
 
 
 @pytest.mark.parametrize("name", tuning.MORE_TOPICS)

@@ -298,48 +298,39 @@ def finish(process):
   assert process.returncode == 0, errors.decode()[-2000:]
 
 
-def test_run_killed_twice_ends_bit_equal(tmp_path, repository):
+def test_killed_and_terminated_run_ends_bit_equal(tmp_path, repository):
+  """SIGTERM writes an early checkpoint, after which no request is served again."""
   tiny_online.save_lively_pair(tmp_path)
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   finish(start(tmp_path, whole, repository))
-  rng = random.Random(0)
+  rng, log = random.Random(0), killed / "metrics.jsonl"
   # Once before the first checkpoint, and once at a random moment between later ones.
-  for moment in (rng.randint(1, 4), rng.randint(13, 21)):
+  for moment in (rng.randint(1, 4), rng.randint(7, 14)):
     process = start(tmp_path, killed, repository)
-    kill_at(process, killed / "metrics.jsonl", moment, rng.uniform(0, 0.01))
-    assert requests_in(killed / "metrics.jsonl") < tiny_online.REQUESTS
+    kill_at(process, log, moment, rng.uniform(0, 0.01))
+    assert requests_in(log) < tiny_online.REQUESTS
     assert not (killed / "draft.safetensors").exists()
   assert list((killed / "checkpoints").glob("[0-9]*"))
+  process = start(tmp_path, killed, repository)
+  wait_for(process, log, 16)
+  process.send_signal(signal.SIGTERM)
+  _, errors = process.communicate(timeout=PATIENCE)
+  assert process.returncode == -signal.SIGTERM, errors.decode()[-2000:]
+  served = timeless(killed, "request")
+  newest = max(int(path.name) for path in (killed / "checkpoints").glob("[0-9]*"))
+  assert newest == len(served) < tiny_online.REQUESTS
+  assert not json.loads((killed / "provenance.json").read_text())["finished"]
   finish(start(tmp_path, killed, repository))
+  assert timeless(killed, "request")[: len(served)] == served
   kinds = ("request", "update", "alarm")
   assert timeless(killed, *kinds) == timeless(whole, *kinds)
   queries = [row["query"] for row in timeless(killed, "request")]
   assert sorted(queries) == list(range(tiny_online.REQUESTS))
-  found, wanted = (
+  weights, expected = (
     safetensors.numpy.load_file(path / "draft.safetensors") for path in (killed, whole)
   )
-  assert found.keys() == wanted.keys()
-  for name, tensor in wanted.items():
-    np.testing.assert_array_equal(found[name], tensor)
+  assert weights.keys() == expected.keys()
+  for name, tensor in expected.items():
+    np.testing.assert_array_equal(weights[name], tensor)
   first = safetensors.numpy.load_file(tmp_path / "draft.safetensors")
-  assert any(not np.array_equal(first[name], wanted[name]) for name in first)
-
-
-def test_sigterm_ends_after_the_step_and_writes_a_checkpoint(tmp_path, repository):
-  """SIGTERM writes an early checkpoint, and no request is served twice."""
-  tiny_online.save_lively_pair(tmp_path)
-  run = tmp_path / "run"
-  process = start(tmp_path, run, repository)
-  wait_for(process, run / "metrics.jsonl", 2)
-  process.send_signal(signal.SIGTERM)
-  _, errors = process.communicate(timeout=PATIENCE)
-  assert process.returncode == -signal.SIGTERM, errors.decode()[-2000:]
-  served = [row["query"] for row in timeless(run, "request")]
-  (step,) = (path.name for path in (run / "checkpoints").iterdir())
-  assert int(step) == len(served) < tiny_online.REQUESTS
-  notes = json.loads((run / "provenance.json").read_text())
-  assert not notes["finished"]
-  finish(start(tmp_path, run, repository))
-  after = [row["query"] for row in timeless(run, "request")]
-  assert after[: len(served)] == served
-  assert sorted(after) == list(range(tiny_online.REQUESTS))
+  assert any(not np.array_equal(first[name], expected[name]) for name in first)

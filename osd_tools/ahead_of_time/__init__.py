@@ -46,9 +46,7 @@ class CompileConfig(base.Config):
 def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
   """Compiles every program, prints the tables and writes the report.
 
-  Args:
-    config: the machine and the run.
-    operative_config: gin text stored in the run directory.
+  `operative_config` is gin text that is stored in the run directory.
   """
   # With the cache, the times of compilation would be those of reading a file.
   jax.config.update("jax_enable_compilation_cache", False)

@@ -1,7 +1,6 @@
 """Memory per chip and upper bounds of tokens per second, from compiled programs."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -13,21 +12,8 @@ from osd_tools import rows as tool_rows
 from osd_tools.ahead_of_time.plan import Plan
 from osd_tools.ahead_of_time.programs import Made
 
-
-class Answers(NamedTuple):
-  """Answers that an estimate assumes.
-
-  Attributes:
-    tokens: length of an answer.
-    acceptance: acceptance rates, one row of the estimate each.
-  """
-
-  tokens: int = 64
-  acceptance: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9)
-
-
-ANSWERS = Answers()
-
+TOKENS = 64  # length of the answers that estimates assume
+ACCEPTANCE = (0.5, 0.7, 0.8, 0.9)  # their acceptance rates, one row each
 
 _NOTE = (
   "The programs were compiled for a machine that is not here, and did not run. Counts"
@@ -37,7 +23,7 @@ _NOTE = (
 
 
 def conclusions(
-  plan: Plan, made: Mapping[str, Made], answers: Answers = ANSWERS
+  plan: Plan, made: Mapping[str, Made], acceptance: Sequence[float] = ACCEPTANCE
 ) -> list[rows_lib.Row]:
   """Returns rows on memory and on estimated speed."""
   memory = plan.memory()
@@ -56,7 +42,7 @@ def conclusions(
   return [
     *(tool_rows.Memory(what=name, gigabytes_a_chip=gb) for name, gb in memory.items()),
     tool_rows.Fits(needed_gb=total, memory_gb=limit, advice=setting, text=text),
-    *(tool_rows.Estimate(**row) for row in estimates(plan, made, answers)),
+    *estimates(plan, made, acceptance),
     rows_lib.Note(text=_NOTE),
   ]
 
@@ -87,9 +73,9 @@ def advice(plan: Plan, held: Mapping[str, float]) -> str:
 
 
 def estimates(
-  plan: Plan, made: Mapping[str, Made], answers: Answers
-) -> Iterator[dict[str, Any]]:
-  """Yields upper bounds of tokens per second, one record per acceptance rate.
+  plan: Plan, made: Mapping[str, Made], acceptance: Sequence[float]
+) -> Iterator[tool_rows.Estimate]:
+  """Yields upper bounds of tokens per second, one row per acceptance rate.
 
   Yields nothing if one of the programs did not fit into memory.
   """
@@ -114,24 +100,23 @@ def estimates(
   plain = RoundCosts((plain_ms,), num_draft_tokens=(0,), rows=rows, request_ms=prefill)
   slices = plan.run.learning.update.steps_per_update if learns else 0
   slice_ms = float(made["slice"].least_ms or 0) if learns else 0.0
-  tokens = answers.tokens
-  for rate in answers.acceptance:
+  # All devices take part in an update, so serving waits until it ends.
+  lost_ms = slice_ms * slices / schedule.update_interval
+  for rate in acceptance:
     tokens_a_call = expected_tokens(rate, drafted)
-    calls = tokens / tokens_a_call
-    # All devices take part in an update, so serving waits until it ends.
-    lost_ms = slice_ms * slices / schedule.update_interval
+    calls = TOKENS / tokens_a_call
     # The frozen draft has the same acceptance here: the estimate shows what updates
     # cost, and cannot know what they gain.
-    yield {
-      "acceptance": rate,
-      "tokens_a_call": tokens_a_call,
-      "plain_tokens_s": predict(plain, tokens, tokens),
-      "frozen_tokens_s": predict(online, tokens, calls, drafted * calls),
-      "online_tokens_s": predict(online, tokens, calls, drafted * calls, lost_ms),
-      "c": draft_ms / plain_ms,
-      "v": verify_ms / plain_ms,
-      "break_even_acceptance": break_even(drafted, round_ms / plain_ms),
-    }
+    yield tool_rows.Estimate(
+      acceptance=rate,
+      tokens_a_call=tokens_a_call,
+      plain_tokens_s=predict(plain, TOKENS, TOKENS),
+      frozen_tokens_s=predict(online, TOKENS, calls, drafted * calls),
+      online_tokens_s=predict(online, TOKENS, calls, drafted * calls, lost_ms),
+      c=draft_ms / plain_ms,
+      v=verify_ms / plain_ms,
+      break_even_acceptance=break_even(drafted, round_ms / plain_ms),
+    )
 
 
 def predict(

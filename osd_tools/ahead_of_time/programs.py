@@ -147,29 +147,25 @@ def _reason(error: Exception) -> str:
 def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
   """Returns the programs of a draft that is idle while decoding is plain."""
   resting, prompts = plan.spec.resting, _prompts(plan)
-
-  def of_draft() -> Any:
-    return steps.prefill_draft.trace(plan.spec, plan.served, plan.state, prompts)
-
-  def of_target() -> Any:
-    return steps.prefill.trace(resting, plan.served, prompts)
+  arguments = plan.spec, plan.served, plan.state
+  parts, model = plan.spec.parts, plan.partitioner.mesh.shape["model"]
+  drafting = parts if plan.partitioner.is_whole(plan.draft) else parts * model
 
   def put() -> Any:
     rows = _rows(resting, plan, prompts)
     return steps.put_undrafted.trace(plan.spec, plan.state, rows, prompts.slots)
 
-  def behind() -> Any:
-    return steps.catch_up.trace(plan.spec, plan.served, plan.state)
-
-  parts, model = plan.spec.parts, plan.partitioner.mesh.shape["model"]
-  drafting = parts if plan.partitioner.is_whole(plan.draft) else parts * model
   return {
-    "prefill of the target alone": Lowering(of_target, chips=parts * model),
+    "prefill of the target alone": Lowering(
+      lambda: steps.prefill.trace(resting, plan.served, prompts), chips=parts * model
+    ),
     "insertion of the target alone": Lowering(put, untouched=plan.state),
     "prefill of the draft alone": Lowering(
-      of_draft, untouched=plan.state, chips=drafting
+      lambda: steps.prefill_draft.trace(*arguments, prompts),
+      untouched=plan.state,
+      chips=drafting,
     ),
-    "catch up": Lowering(behind, 1),
+    "catch up": Lowering(lambda: steps.catch_up.trace(*arguments), 1),
   }
 
 

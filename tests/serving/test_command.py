@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -13,6 +11,7 @@ import time
 import httpx2
 import pytest
 import tiny_online
+from conftest import ROOT
 from serving import running
 
 from osd_jax import base, pairs
@@ -20,7 +19,10 @@ from osd_jax.main import commands, settings
 from osd_serve import command
 from osd_serve.service import ServeConfig
 
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import http_load
+
 PROGRAM = "import sys; from osd_jax.main import main; sys.exit(main())"
 SETTINGS = (
   "DecodingConfig.rows=2",
@@ -71,69 +73,46 @@ def tiny(tmp_path_factory):
   return (*SETTINGS, *files)
 
 
-def start(out, *bindings):
-  """Starts `osd serve` on a free port; returns the process and its address."""
-  log = out / "server.log"
-  arguments = [
-    "serve",
-    "--gin.ServeConfig.port=0",
-    *(f"--gin.{one}" for one in bindings),
-  ]
-  paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-  with open(log, "w") as file:
-    process = subprocess.Popen(
-      [sys.executable, "-c", PROGRAM, *arguments],
-      env=environment,
-      stdout=file,
-      stderr=file,
-    )
-  deadline = time.monotonic() + 600
-  while "serving osd at " not in (text := log.read_text()):
-    assert process.poll() is None and time.monotonic() < deadline, text[-2000:]
-    time.sleep(0.2)
-  return process, text.partition("serving osd at ")[2].split()[0]
-
-
-def live(url):
-  """The numbers of the live page."""
-  return httpx2.get(f"{url}/live").json()
-
-
 @pytest.mark.slow
 def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
   tiny, tmp_path
 ):
-  saved = f"ServeConfig.run_directory={str(tmp_path / 'run')!r}"
-  process, url = start(tmp_path, saved, *tiny)
+  settings = (f"ServeConfig.run_directory={str(tmp_path / 'run')!r}", *tiny)
   answers = []
 
-  def ask():
-    body = {"prompt": "How many hotels?", "n": 20}
-    with contextlib.suppress(httpx2.TransportError):
-      answers.append(httpx2.post(f"{url}/v1/completions", json=body, timeout=60))
+  @contextlib.contextmanager
+  def answering():
+    """A server that answers a request; yields the server and the client's thread."""
+    server = http_load.Server(settings, tmp_path)
+    server.wait_until_ready()
 
-  thread = threading.Thread(target=ask)
-  thread.start()
-  while thread.is_alive() and not live(url)["running"]:
-    time.sleep(0.01)
-  process.send_signal(signal.SIGTERM)
-  thread.join()
+    def ask():
+      body = {"prompt": "How many hotels?", "n": 20}
+      with contextlib.suppress(httpx2.TransportError):
+        answers.append(
+          httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        )
+
+    live = lambda: httpx2.get(f"{server.url}/live").json()
+    assert live()["learned"] == 20 * len(answers)
+    client = threading.Thread(target=ask)
+    client.start()
+    while client.is_alive() and not live()["running"]:
+      time.sleep(0.01)
+    yield server.process
+    client.join()
+
+  with answering() as process:
+    process.send_signal(signal.SIGTERM)
   assert answers[0].status_code == 200 and len(answers[0].json()["choices"]) == 20
   assert process.wait(60) == 0
   assert (tmp_path / "run" / "draft.safetensors").exists()
-  process, url = start(tmp_path, saved, *tiny)
-  assert live(url)["learned"] == 20
-  blocked = threading.Thread(target=ask)
-  blocked.start()
-  while blocked.is_alive() and not live(url)["running"]:
-    time.sleep(0.01)
-  for _ in range(2):
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.05)
-  # The second signal may arrive after the end.
-  assert process.wait(10) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
-  blocked.join()
+  with answering() as process:
+    for _ in range(2):
+      process.send_signal(signal.SIGTERM)
+      time.sleep(0.05)
+    # The second signal may arrive after the end.
+    assert process.wait(10) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 @pytest.mark.slow
@@ -141,7 +120,7 @@ def test_missing_extra_is_named(tmp_path):
   (tmp_path / "uvicorn.py").write_text("raise ImportError('none', name='uvicorn')")
   result = subprocess.run(
     [sys.executable, "-c", PROGRAM, "serve"],
-    env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "PATH": "/usr/bin"},
+    env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin"},
     capture_output=True,
     text=True,
   )

@@ -10,10 +10,7 @@ from serving import running, traces
 from serving.running import TEXTS
 from serving.test_learning import draft, learned, on_disk, same
 
-from osd_jax import base
 from osd_jax.decoding import ngrams
-from osd_serve import command
-from osd_serve.service import ServeConfig
 
 CACHE = 4096
 SECRET = "Zoe asks what the wages of Ann and of Bob were in May?"
@@ -33,6 +30,7 @@ def calls(server, text, **fields):
 
 def test_question_with_another_salt_saves_no_call(cache_pair):
   with running.running(cache_pair) as server:
+    assert server.client.get("/live").json()["sources"] == ["cache"]
     cold = calls(server, TEXTS[0], cache_salt="a")
     assert calls(server, TEXTS[0], cache_salt="b") == cold
     assert calls(server, TEXTS[0]) == cold  # nor for requests without a salt
@@ -94,12 +92,3 @@ def test_answers_on_disk_are_found_unless_they_are_left_out(pair, tmp_path):
       server.text(text)
       learned(server, count)
     assert len(on_disk(server, lambda: traces.of(tmp_path, prompt))) > 1
-
-
-def test_answers_on_disk_stay_as_they_began(tmp_path):
-  config = ServeConfig(run_directory=str(tmp_path / "run"))
-  with command._opened(config, ""):
-    pass
-  other = ServeConfig(run_directory=str(tmp_path / "run"), keep_answers=False)
-  with pytest.raises(base.InputError, match="ServeConfig.keep_answers"):
-    command._opened(other, "")

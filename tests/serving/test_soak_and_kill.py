@@ -49,10 +49,10 @@ def test_soak_notices_lost_and_wrong_answers(
   assert soak.verdict("http://nowhere", work).partition(":")[0] == expected
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_every_broken_promise_of_the_soak_is_a_fault(name):
+def test_every_broken_promise_of_the_soak_is_a_fault():
   assert soak.is_kept(KEPT)
-  assert not soak.is_kept({**KEPT, name: 0 if name.startswith("swaps") else 1})
+  for name in KEPT:
+    assert not soak.is_kept({**KEPT, name: 0 if name.startswith("swaps") else 1}), name
 
 
 def test_kill_test_compares_the_buffer_with_the_journal_row_by_row():

@@ -57,26 +57,24 @@ def config(folder, **changes) -> pretrain.PretrainConfig:
   )
 
 
-@pytest.mark.parametrize("pool", [1, 3])
+@pytest.mark.parametrize("pool", [1, 8])
 def test_regrouping_keeps_every_row_once_and_shortens_batches(stream, pool):
-  for index in range(3):
-    found = pretrain.regrouped(stream, pool, index, multiple=8)
-    assert len(found) == pool
-    rows = []
-    for batch in found:
-      for tokens in (batch.source, batch.target):
-        longest = (tokens != 0).sum(1).max()
-        assert longest <= tokens.shape[1] < longest + 8
-      rows += without_padding(batch)
-    drawn = [stream[index * pool + offset] for offset in range(pool)]
-    assert sorted(rows) == sorted(r for batch in drawn for r in without_padding(batch))
-
-
-def test_regrouping_reduces_the_spread_of_lengths(stream):
-  mixed = [stream[index].target for index in range(8)]
-  spread = lambda targets: np.mean([np.ptp((t != 0).sum(1)) for t in targets])
-  grouped = [x.target for x in pretrain.regrouped(stream, 8, 0, multiple=8)]
-  assert spread(grouped) < 0.5 * spread(mixed)
+  drawn = [stream[offset] for offset in range(pool)]
+  batches = pretrain.regrouped(stream, pool, 0, multiple=8)
+  assert len(batches) == pool
+  for tokens in (ids for batch in batches for ids in (batch.source, batch.target)):
+    longest = (tokens != 0).sum(1).max()
+    assert longest <= tokens.shape[1] < longest + 8
+  rows, expected = (
+    sorted(row for batch in some for row in without_padding(batch))
+    for some in (batches, drawn)
+  )
+  assert rows == expected
+  spread, before = (
+    np.mean([np.ptp((batch.target != 0).sum(1)) for batch in some])
+    for some in (batches, drawn)
+  )
+  assert pool == 1 or spread < 0.5 * before
 
 
 def test_judge_accepts_exactly_the_greedy_output():
@@ -159,6 +157,9 @@ def test_training_starts_from_stored_weights(tmp_path):
 
 
 def test_weights_of_another_shape_or_vocabulary_are_no_start(tmp_path):
+  small = dataclasses.replace(MODEL, vocab_size=64)
+  with pytest.raises(ValueError, match="T5Config.vocab_size: received 64.*1536"):
+    pretrain.run(config(tmp_path, model=small))
   named = "PretrainConfig.start: .*"
   model = families.build(MODEL)
   params = model.init(jax.random.key(0))
@@ -189,22 +190,11 @@ def test_losses_on_four_devices_equal_those_on_one(tmp_path):
   np.testing.assert_allclose(four, one, rtol=1e-5)
 
 
-def test_too_large_vocabulary_is_an_error(tmp_path):
-  small = dataclasses.replace(MODEL, vocab_size=64)
-  with pytest.raises(ValueError, match="T5Config.vocab_size: received 64.*1536"):
-    pretrain.run(config(tmp_path, model=small))
-
-
 @pytest.mark.parametrize(
   ("changes", "named"),
   [
-    ({"steps": 1.5}, "steps"),
-    ({"log_every": "3"}, "log_every"),
     ({"evaluation_batches": 0}, "evaluation_batches"),
-    ({"seed": -1}, "seed"),
     ({"storage": "int8"}, "storage"),
-    ({"run_directory": ""}, "run_directory"),
-    ({"output": ""}, "output"),
     ({"output": "/dev/null/w"}, "output"),
     ({"output": "."}, "output"),
   ],

@@ -66,12 +66,9 @@ def test_parameter_counts_equal_the_published_counts(name, published, digits):
   assert float(f"{count(sizes.SIZES[name]):.{digits - 1}e}") == published
 
 
-def test_flan_sizes_differ():
+def test_sizes_of_a_family_differ_and_the_shipped_pair_shares_a_vocabulary():
   flan = [config for name, config in sizes.SIZES.items() if name.startswith("flan")]
   assert len(set(flan)) == len(flan) == 5
-
-
-def test_shipped_pair_has_one_vocabulary_size():
   target, draft = sizes.size("demo-target"), sizes.size("demo-draft")
   assert target.vocab_size == draft.vocab_size == 1536
 

@@ -212,7 +212,7 @@ def test_the_papers_pair_runs_and_converts_back(
     "OptimizerConfig__learning_rate": 1e-2,
   }
   assert osd("online", "experiments/flan_t5_xl_gsm8k.gin", **settings) == 0
-  first = hugging_face.read(checkpoints / "t5-small")
+  first = hugging_face.load(checkpoints / "t5-small")
   adapted = weights.load(run / "draft.safetensors")
   assert adapted.config == first.config
   moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), adapted.params, first.params)
@@ -224,7 +224,7 @@ def test_the_papers_pair_runs_and_converts_back(
     "ConvertConfig__output_kind": "hugging_face",
   }
   assert osd("convert", "runs/convert.gin", **settings) == 0
-  assert_same(hugging_face.read(home), adapted)
+  assert_same(hugging_face.load(home), adapted)
   pair = pairs.PairConfig(
     "flan-t5-xl", str(home), "flan-t5-xl", 100, folder=str(checkpoints)
   )

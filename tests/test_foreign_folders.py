@@ -279,13 +279,13 @@ def test_config_with_a_byte_order_mark_is_read(tmp_path):
 def test_tied_model_without_the_prefix_of_its_names_is_read(tmp_path):
   shape = dataclasses.replace(testing.TINY_LLAMA, tied_head=True)
   folder = hugging_face.write(tmp_path / "tied", random_weights(shape))
-  expected = hugging_face.read(folder)
+  expected = hugging_face.load(folder)
   path = folder / "model.safetensors"
   tensors = safetensors.numpy.load_file(path)
   renamed = {name.removeprefix("model."): x for name, x in tensors.items()}
   assert renamed.keys() != tensors.keys()
   safetensors.numpy.save_file(renamed, path, {"format": "pt"})
-  found = hugging_face.read(folder)
+  found = hugging_face.load(folder)
   jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 

@@ -240,16 +240,14 @@ class TaskExamples:
       )
     return self._tokens[number]
 
-  def longer_than(
-    self, limit: int, part: int = 0, numbers: Iterable[int] | None = None
-  ) -> list[str]:
-    """Returns the locations of examples whose prompt (part 0) or reference is longer.
+  def longer_than(self, limit: int, part: int, numbers: Iterable[int]) -> list[str]:
+    """Returns the locations of the examples `numbers` that have more tokens.
 
-    `numbers` selects the examples; None means all.
+    `part` is 0 for prompts and 1 for references.
     """
     return [
       self.examples[number].location
-      for number in (range(len(self)) if numbers is None else numbers)
+      for number in numbers
       if len(self.tokens(number)[part]) > limit
     ]
 

@@ -37,7 +37,7 @@ def read_raw(kind):
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request):
   """Converted weights, and the outputs that torch computed with the original ones."""
-  weights = hugging_face.read(folder_of(request.param))
+  weights = hugging_face.load(folder_of(request.param))
   with np.load(folder_of(request.param) / "outputs.npz") as file:
     return weights, dict(file)
 
@@ -63,7 +63,7 @@ def test_greedy_tokens_equal_torch(pair):
 def test_bfloat16_file_is_read_exactly():
   _, tensors = read_raw("t5_1_1")
   assert tensors["shared.weight"].dtype == jnp.bfloat16
-  params = hugging_face.read(folder_of("t5_1_1")).params
+  params = hugging_face.load(folder_of("t5_1_1")).params
   embedding = params["token_embedder"]["embedding"]
   assert embedding.dtype == jnp.float32
   np.testing.assert_array_equal(embedding, tensors["shared.weight"].astype(np.float32))
@@ -166,7 +166,7 @@ def converted(tmp_path):
     change(tensors)
     shutil.rmtree(tmp_path / "model", ignore_errors=True)
     folder = edited(tmp_path, kind, tensors=tensors)
-    return hugging_face.read(folder).params
+    return hugging_face.load(folder).params
 
   return convert_changed
 
@@ -177,7 +177,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tree_and_shapes_equal_those_of_init(kind):
-  weights = hugging_face.read(folder_of(kind))
+  weights = hugging_face.load(folder_of(kind))
   init = jax.eval_shape(families.build(weights.config).init, jax.random.key(0))
   assert jax.tree.map(np.shape, weights.params) == jax.tree.map(np.shape, init)
 
@@ -255,7 +255,7 @@ def test_missing_head_of_a_tied_t5_1_1_is_the_embedding(tmp_path):
   fields, tensors = read_raw("t5_1_1")
   del tensors["lm_head.weight"]
   assert fields["tie_word_embeddings"] and not fields["scale_decoder_outputs"]
-  params = hugging_face.read(edited(tmp_path, "t5_1_1", tensors=tensors)).params
+  params = hugging_face.load(edited(tmp_path, "t5_1_1", tensors=tensors)).params
   np.testing.assert_array_equal(
     params["decoder"]["logits_dense"]["kernel"],
     params["token_embedder"]["embedding"].T,
@@ -268,21 +268,21 @@ def test_missing_head_of_an_untied_model_is_refused(tmp_path):
   fields["tie_word_embeddings"] = False
   folder = edited(tmp_path, "t5_1_1", fields, tensors)
   with pytest.raises(ValueError, match="lm_head.weight: found nothing"):
-    hugging_face.read(folder)
+    hugging_face.load(folder)
 
 
 def test_missing_or_invalid_files_of_a_folder_are_named(tmp_path):
   with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
-    hugging_face.read(tmp_path)
+    hugging_face.load(tmp_path)
   folder = edited(tmp_path, "t5_1_0")
   (folder / "model.safetensors").unlink()
   with pytest.raises(
     ValueError, match=r"cannot read .*model\.saf.*neither it nor .*exists"
   ):
-    hugging_face.read(folder)
+    hugging_face.load(folder)
   (folder / "model.safetensors").write_bytes(b"no tensors")
   with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors"):
-    hugging_face.read(folder)
+    hugging_face.load(folder)
   (folder / "config.json").write_text("{")
   with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
-    hugging_face.read(folder)
+    hugging_face.load(folder)

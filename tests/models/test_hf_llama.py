@@ -112,7 +112,7 @@ def pair(request, transformers, tmp_path_factory):
   model = made(transformers, request.param)
   folder = tmp_path_factory.mktemp("model")
   model.save_pretrained(folder)
-  return model, hugging_face.read(folder)
+  return model, hugging_face.load(folder)
 
 
 def prompts():
@@ -197,7 +197,7 @@ def test_transformers_loads_written_folders(pair, transformers, tmp_path):
   logits, target = scored(adapted)
   np.testing.assert_allclose(logits, torch_logits(loaded.eval(), target), atol=1e-4)
   loaded.save_pretrained(tmp_path / "theirs")
-  again = hugging_face.read(tmp_path / "theirs")
+  again = hugging_face.load(tmp_path / "theirs")
   assert again.config == adapted.config
   jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
@@ -207,7 +207,7 @@ def test_shards_equal_one_file(transformers, tmp_path):
   for name, size in (("whole", "1GB"), ("shards", "20KB")):
     model.save_pretrained(tmp_path / name, max_shard_size=size)
   assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-  whole, parts = (hugging_face.read(tmp_path / name) for name in ("whole", "shards"))
+  whole, parts = (hugging_face.load(tmp_path / name) for name in ("whole", "shards"))
   assert whole.config == parts.config
   jax.tree.map(np.testing.assert_array_equal, whole.params, parts.params)
 
@@ -228,7 +228,7 @@ def test_text_model_of_a_gemma_that_reads_images_is_read(transformers, tmp_path)
   model = transformers.Gemma3ForConditionalGeneration(config)
   model.model.language_model.load_state_dict(text.model.state_dict())
   model.save_pretrained(tmp_path)
-  weights = hugging_face.read(tmp_path)
+  weights = hugging_face.load(tmp_path)
   logits, target = scored(weights)
   np.testing.assert_allclose(logits, torch_logits(text, target), atol=1e-4)
 
@@ -241,7 +241,7 @@ def test_transformers_loads_a_written_folder_in_its_type(
   import torch
 
   made(transformers, "llama").bfloat16().save_pretrained(tmp_path / "source")
-  held = hugging_face.read(tmp_path / "source", as_stored=True)
+  held = hugging_face.load(tmp_path / "source", as_stored=True)
   if stored == "mixed":
     params = jax.tree.map(
       lambda x: x if x.ndim > 1 else x.astype(np.float32) + 1e-4, held.params
@@ -259,7 +259,7 @@ def test_eos_ids_come_from_generation_config(transformers, tmp_path):
   model = made(transformers, "llama")
   model.generation_config.eos_token_id = [2, 7, 11]
   model.save_pretrained(tmp_path)
-  assert hugging_face.read(tmp_path).config.eos_ids == (2, 7, 11)
+  assert hugging_face.load(tmp_path).config.eos_ids == (2, 7, 11)
 
 
 def test_embedding_scale_is_rounded_as_in_transformers(transformers, tmp_path):
@@ -268,7 +268,7 @@ def test_embedding_scale_is_rounded_as_in_transformers(transformers, tmp_path):
 
   model = made(transformers, "gemma 3").bfloat16()
   model.save_pretrained(tmp_path)
-  held = hugging_face.read(tmp_path)
+  held = hugging_face.load(tmp_path)
   shape = dataclasses.replace(held.config, dtype="bfloat16")
   tokens = np.arange(96)[None]
   with torch.no_grad():

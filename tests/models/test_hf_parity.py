@@ -47,7 +47,7 @@ def pair(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp(kind)
   model.save_pretrained(folder)
   batch = maker.ragged_batch(1536, seed)
-  return model, hugging_face.read(folder), batch
+  return model, hugging_face.load(folder), batch
 
 
 def test_logits_equal_torch(pair):
@@ -90,7 +90,7 @@ def test_head_tied_by_transformers_5_is_read_correctly(transformers, tmp_path):
   model = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields))
   model.eval().save_pretrained(tmp_path)
   assert model.lm_head.weight is model.shared.weight
-  weights = hugging_face.read(tmp_path)
+  weights = hugging_face.load(tmp_path)
   assert not weights.config.tied_head
   source, target = maker.ragged_batch(48, 0)
   logits = weights.model.score(weights.params, source, source != 0, target)
@@ -103,7 +103,7 @@ def test_mt5_is_read_as_a_t5_1_1(transformers, tmp_path):
   shape = {**maker.SHAPE, "feed_forward_proj": "gated-gelu"}
   model = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**shape))
   model.eval().save_pretrained(tmp_path)
-  weights = hugging_face.read(tmp_path)
+  weights = hugging_face.load(tmp_path)
   source, target = maker.ragged_batch(48, 0)
   logits = weights.model.score(weights.params, source, source != 0, target)
   expected = maker.outputs(model, source, target)
@@ -130,7 +130,7 @@ def test_transformers_loads_written_folders(pair, transformers, tmp_path):
   greedy = tiny.greedy(adapted, source, expected["greedy"].shape[1])
   np.testing.assert_array_equal(greedy, expected["greedy"])
   loaded.save_pretrained(tmp_path / "theirs")
-  again = hugging_face.read(tmp_path / "theirs")
+  again = hugging_face.load(tmp_path / "theirs")
   assert again.config == adapted.config
   jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
@@ -178,6 +178,6 @@ def test_recorded_fixtures_are_reproducible(kind):
     # Torch's order of summation depends on the processor; 2e-5 is the largest
     # difference measured between two processors.
     np.testing.assert_allclose(committed["logits"], fresh["logits"], atol=1e-4)
-  weights = hugging_face.read(folder)
+  weights = hugging_face.load(folder)
   embedding = weights.params["token_embedder"]["embedding"]
   np.testing.assert_array_equal(embedding, model.shared.weight.detach().numpy())

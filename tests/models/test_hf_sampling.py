@@ -115,7 +115,7 @@ def test_greedy_text_with_a_penalty_equals_transformers(
   is_t5 = kind.startswith("t5")
   model = maker.tiny_model(kind, 7) if is_t5 else made(transformers, kind)
   model.save_pretrained(tmp_path)
-  weights = hugging_face.read(tmp_path)
+  weights = hugging_face.load(tmp_path)
   source = np.random.default_rng(0).integers(3, 48, (1, 9)).astype(np.int32)
   theirs = model.generate(
     torch.tensor(source),

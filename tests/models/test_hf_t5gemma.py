@@ -60,7 +60,7 @@ def pair(transformers, tmp_path_factory):
   """The torch model and the weights that we read from its folder."""
   model, folder = made(transformers), tmp_path_factory.mktemp("model")
   model.save_pretrained(folder)
-  return model, hugging_face.read(folder)
+  return model, hugging_face.load(folder)
 
 
 def prompts():
@@ -122,7 +122,7 @@ def test_transformers_loads_written_folders(pair, transformers, tmp_path):
   assert not any(report.values()), report
   compare_logits(loaded.eval(), adapted)
   loaded.save_pretrained(tmp_path / "theirs")
-  again = hugging_face.read(tmp_path / "theirs")
+  again = hugging_face.load(tmp_path / "theirs")
   assert again.config == adapted.config
   jax.tree.map(np.testing.assert_array_equal, again.params, params)
 
@@ -130,4 +130,4 @@ def test_transformers_loads_written_folders(pair, transformers, tmp_path):
 def test_stacks_of_different_shapes_are_refused(transformers, tmp_path):
   made(transformers, intermediate_size=64).save_pretrained(tmp_path)
   with pytest.raises(base.InputError, match="differ in mlp_dim; only T5Gemmas"):
-    hugging_face.read(tmp_path)
+    hugging_face.load(tmp_path)

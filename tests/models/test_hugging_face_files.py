@@ -59,16 +59,16 @@ def write_index(folder, places):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_equal_one_file(tmp_path, kind):
-  whole = hugging_face.read(FIXTURES / f"hugging_face_{kind}")
+  whole = hugging_face.load(FIXTURES / f"hugging_face_{kind}")
   folder = copied(tmp_path, kind)
   shard(folder)
-  assert_same(hugging_face.read(folder), whole)
+  assert_same(hugging_face.load(folder), whole)
 
 
 def refusal(folder, **options):
   """Returns the message of the error that reading the folder raises."""
   with pytest.raises(ValueError) as caught:
-    hugging_face.read(folder, **options)
+    hugging_face.load(folder, **options)
   return str(caught.value)
 
 
@@ -124,11 +124,11 @@ def test_folder_of_another_kind_is_refused_with_a_remedy(tmp_path, file, message
   (tmp_path / file).parent.mkdir(exist_ok=True)
   (tmp_path / file).write_text("{}")
   with pytest.raises(base.InputError, match=rf"config\.json.*{message}"):
-    hugging_face.read(tmp_path)
+    hugging_face.load(tmp_path)
   # The configuration of a base model does not make it a whole one.
   shutil.copy(FIXTURES / "hugging_face_t5_1_0" / "config.json", tmp_path)
   with pytest.raises(base.InputError, match=rf"model\.safetensors.*{message}"):
-    hugging_face.read(tmp_path)
+    hugging_face.load(tmp_path)
 
 
 def test_all_floating_types_are_read_exactly(tmp_path):
@@ -138,7 +138,7 @@ def test_all_floating_types_are_read_exactly(tmp_path):
     held = {name: np.asarray(x).astype(jnp.dtype(kind)) for name, x in tensors.items()}
     save = safetensors.flax if kind == "bfloat16" else safetensors.numpy
     save.save_file(held, folder / "model.safetensors")
-    found = hugging_face.read(folder).params["token_embedder"]["embedding"]
+    found = hugging_face.load(folder).params["token_embedder"]["embedding"]
     np.testing.assert_array_equal(found, held["shared.weight"].astype(np.float32))
     assert found.dtype == np.float32
 
@@ -223,7 +223,7 @@ def random_weights(tied):
 def test_written_folder_is_read_back_exactly(tmp_path, tied):
   given = random_weights(tied)
   folder = hugging_face.write(tmp_path / "a" / "model", given)
-  assert_same(hugging_face.read(folder), given)
+  assert_same(hugging_face.load(folder), given)
   names = safetensors.numpy.load_file(folder / "model.safetensors").keys()
   assert ("lm_head.weight" in names) is not tied
   assert sorted(p.name for p in folder.iterdir()) == [
@@ -250,7 +250,7 @@ def test_large_weights_are_written_in_shards_and_read_back_exactly(
   assert index["weight_map"].keys() == expected.keys()
   for name, file in index["weight_map"].items():
     np.testing.assert_array_equal(parts[file][name], expected[name])
-  assert_same(hugging_face.read(folder), hugging_face.read(whole))
+  assert_same(hugging_face.load(folder), hugging_face.load(whole))
   short = jax.tree.map(lambda x: x.astype(jnp.bfloat16), given.params)
   again = dataclasses.replace(given, params=short)
   folder = hugging_face.write(tmp_path / "short", again)
@@ -263,7 +263,7 @@ def test_round_trip_of_a_transformers_folder_is_exact(tmp_path, kind):
   """Every tensor keeps its name, type and bits."""
   original = FIXTURES / f"hugging_face_{kind}"
   folder = hugging_face.write(
-    tmp_path / "model", hugging_face.read(original, as_stored=True)
+    tmp_path / "model", hugging_face.load(original, as_stored=True)
   )
   found = safetensors.flax.load_file(folder / "model.safetensors")
   expected = safetensors.flax.load_file(original / "model.safetensors")
@@ -367,7 +367,7 @@ def most_alive(monkeypatch, eager):
     return array
 
   monkeypatch.setattr(hugging_face, "open_tensors", watched)
-  hugging_face.read(FIXTURES / "hugging_face_t5_1_1")
+  hugging_face.load(FIXTURES / "hugging_face_t5_1_1")
   return most
 
 

@@ -31,7 +31,7 @@ def test_gemma_3_270m_from_gguf_equals_transformers(repository, tmp_path):
   if not path.exists():
     pytest.skip("no ../models/gemma270.gguf next to the repository")
   torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
-  held, vocabulary = hugging_face.read(path), Vocabulary.load(path)
+  held, vocabulary = hugging_face.load(path), Vocabulary.load(path)
   folder = hugging_face.write(tmp_path / "folder", held, tokenizer_files(vocabulary))
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=torch.float32, attn_implementation="eager"

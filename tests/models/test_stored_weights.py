@@ -148,7 +148,7 @@ def test_folder_in_bfloat16_is_served_as_it_is(configs, tmp_path):
   tensors = safetensors.flax.load_file(path)
   halves = {name: x.astype(jnp.bfloat16) for name, x in tensors.items()}
   safetensors.flax.save_file(halves, path, metadata={"format": "pt"})
-  found = hugging_face.read(folder, as_stored=True).params
+  found = hugging_face.load(folder, as_stored=True).params
   wanted = weights.load(config.target).params
   for leaf, expected in zip(
     jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True

@@ -168,7 +168,7 @@ def write(path, kind, stored=None, change=None):
 def test_weights_are_those_of_the_file(tmp_path, kind):
   path = tmp_path / "model.gguf"
   held = write(path, kind, gguf.GGMLQuantizationType.Q8_0)
-  found = hugging_face.read(path, as_stored=True)
+  found = hugging_face.load(path, as_stored=True)
   assert found.config == held.config
   jax.tree.map(np.testing.assert_array_equal, found.params, held.params)
   types = {name: str(x.dtype) for name, x in tensors.flat(found.params).items()}

@@ -82,7 +82,7 @@ def config_to(config: ModelConfig) -> dict[str, Any]:
   return _FAMILIES[type(config)].config_to(config)
 
 
-def read(folder: str | Path, as_stored: bool = False) -> Weights:
+def load(folder: str | Path, as_stored: bool = False) -> Weights:
   """Reads a model folder that transformers wrote, tensor by tensor.
 
   The folder contains `config.json`, and `model.safetensors` in one file or in shards.

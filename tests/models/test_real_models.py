@@ -1,8 +1,8 @@
 """Published weights, where `../models` next to the repository has the file."""
 
-import jax
 import numpy as np
 import pytest
+from models import tiny
 
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
 from osd_jax.models.convert import hugging_face
@@ -10,19 +10,6 @@ from osd_jax.models.convert import hugging_face
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
 COUNT = 12
-
-
-def greedy(weights, prompt):
-  """Greedy decoding of one prompt, one token per call."""
-  model, source = weights.model, prompt[None]
-  served, decode, written = model.prepare(weights.params), jax.jit(model.decode), []
-  cache = model.prefill(served, source, model.mask(source), COUNT)
-  token = np.asarray(model.starts(source))[:, None]
-  while len(written) < COUNT and (not written or written[-1] not in model.eos_ids):
-    logits, cache = decode(served, token, cache)
-    token = np.argmax(logits[:, -1:], axis=-1).astype(np.int32)
-    written.append(int(token[0, 0]))
-  return written
 
 
 def test_gemma_3_270m_from_gguf_equals_transformers(repository, tmp_path):
@@ -42,7 +29,8 @@ def test_gemma_3_270m_from_gguf_equals_transformers(repository, tmp_path):
     with torch.no_grad():
       expected = theirs.generate(given, max_new_tokens=COUNT, do_sample=False)
     written = expected[0, len(prompt) :].tolist()
-    assert greedy(held, prompt) == written
+    found = tiny.greedy(held, prompt[None], COUNT)[0]
+    assert found[: len(written)].tolist() == written
     text = np.asarray([written], np.int32)
     with torch.no_grad():
       logits = theirs(expected).logits[0, len(prompt) - 1 : -1].numpy()

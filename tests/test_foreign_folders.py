@@ -256,19 +256,6 @@ def test_config_with_old_names_or_nulls_gives_the_same_shape(change, expected):
   assert found == dataclasses.replace(usual, **expected)
 
 
-@pytest.mark.parametrize(
-  ("change", "field"),
-  [
-    ({"max_position_embeddings": None}, "max_position_embeddings"),
-    ({"eos_token_id": None}, "eos_token_id"),
-    ({"rope_scaling": {"type": "linear"}}, "factor: received nothing"),
-  ],
-)
-def test_config_that_lacks_a_field_is_refused_by_its_name(change, field):
-  with pytest.raises(base.InputError, match=field):
-    hugging_face.config_from(LLAMA_CONFIG | change)
-
-
 def test_config_with_a_byte_order_mark_is_read(tmp_path):
   text = codecs.BOM_UTF8 + json.dumps(LLAMA_CONFIG).encode()
   (tmp_path / "config.json").write_bytes(text)

@@ -15,7 +15,6 @@ import pytest
 import safetensors.flax
 from models import tiny
 
-from osd_jax.models import families
 from osd_jax.models.convert import hugging_face
 from osd_tools import sizes
 
@@ -42,31 +41,17 @@ def pair(request):
     return weights, dict(file)
 
 
-def test_logits_equal_torch(pair):
+def test_logits_and_greedy_tokens_equal_torch(pair):
   weights, torch = pair
   source = torch["source"]
   score = jax.jit(weights.model.score)
   logits = score(weights.params, source, source != 0, torch["target"])
   np.testing.assert_allclose(logits, torch["logits"], atol=1e-4)
   assert np.std(torch["logits"]) > 0.1
-
-
-def test_greedy_tokens_equal_torch(pair):
-  weights, torch = pair
   expected = torch["greedy"]
   assert len(np.unique(expected)) > 8
-  np.testing.assert_array_equal(
-    tiny.greedy(weights, torch["source"], expected.shape[1]), expected
-  )
-
-
-def test_bfloat16_file_is_read_exactly():
-  _, tensors = read_raw("t5_1_1")
-  assert tensors["shared.weight"].dtype == jnp.bfloat16
-  params = hugging_face.load(folder_of("t5_1_1")).params
-  embedding = params["token_embedder"]["embedding"]
-  assert embedding.dtype == jnp.float32
-  np.testing.assert_array_equal(embedding, tensors["shared.weight"].astype(np.float32))
+  found = tiny.greedy(weights, source, expected.shape[1])
+  np.testing.assert_array_equal(found, expected)
 
 
 def _fields(**changes):
@@ -111,10 +96,8 @@ def test_config_of_t5_small_uses_the_defaults_of_transformers():
 @pytest.mark.parametrize(
   "changes,tied",
   [
-    (
-      {"tie_word_embeddings": False, "eos_token_id": [1]},
-      False,
-    ),  # transformers 4, T5 1.1
+    # transformers 4, T5 1.1
+    ({"tie_word_embeddings": False, "eos_token_id": [1]}, False),
     ({"tie_word_embeddings": True}, True),  # transformers 4, T5 1.0
     ({"tie_word_embeddings": True, "scale_decoder_outputs": False}, False),  # 5, 1.1
     ({"tie_word_embeddings": True, "scale_decoder_outputs": True}, True),  # 5, 1.0
@@ -165,21 +148,9 @@ def converted(tmp_path):
     _, tensors = read_raw(kind)
     change(tensors)
     shutil.rmtree(tmp_path / "model", ignore_errors=True)
-    folder = edited(tmp_path, kind, tensors=tensors)
-    return hugging_face.load(folder).params
+    return hugging_face.load(edited(tmp_path, kind, tensors=tensors)).params
 
   return convert_changed
-
-
-def assert_same(found, expected):
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tree_and_shapes_equal_those_of_init(kind):
-  weights = hugging_face.load(folder_of(kind))
-  init = jax.eval_shape(families.build(weights.config).init, jax.random.key(0))
-  assert jax.tree.map(np.shape, weights.params) == jax.tree.map(np.shape, init)
 
 
 K_WEIGHT = "decoder.block.2.layer.1.EncDecAttention.k.weight"
@@ -247,7 +218,8 @@ def test_wrong_tensor_is_refused_by_name(converted, kind, change, message):
 
 @pytest.mark.parametrize(("kind", "change"), ACCEPTED.values(), ids=ACCEPTED)
 def test_copies_and_unused_tensors_are_accepted(converted, kind, change):
-  assert_same(converted(kind, change), converted(kind, lambda _: None))
+  found, expected = converted(kind, change), converted(kind, lambda _: None)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_missing_head_of_a_tied_t5_1_1_is_the_embedding(tmp_path):
@@ -268,21 +240,4 @@ def test_missing_head_of_an_untied_model_is_refused(tmp_path):
   fields["tie_word_embeddings"] = False
   folder = edited(tmp_path, "t5_1_1", fields, tensors)
   with pytest.raises(ValueError, match="lm_head.weight: found nothing"):
-    hugging_face.load(folder)
-
-
-def test_missing_or_invalid_files_of_a_folder_are_named(tmp_path):
-  with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
-    hugging_face.load(tmp_path)
-  folder = edited(tmp_path, "t5_1_0")
-  (folder / "model.safetensors").unlink()
-  with pytest.raises(
-    ValueError, match=r"cannot read .*model\.saf.*neither it nor .*exists"
-  ):
-    hugging_face.load(folder)
-  (folder / "model.safetensors").write_bytes(b"no tensors")
-  with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors"):
-    hugging_face.load(folder)
-  (folder / "config.json").write_text("{")
-  with pytest.raises(ValueError, match=r"cannot read .*config\.json"):
     hugging_face.load(folder)

@@ -143,14 +143,6 @@ def test_all_floating_types_are_read_exactly(tmp_path):
     assert found.dtype == np.float32
 
 
-def test_integer_tensors_are_refused(tmp_path):
-  folder = copied(tmp_path, "t5_1_0")
-  tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-  tensors["shared.weight"] = tensors["shared.weight"].astype(np.int8)
-  safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-  assert "shared.weight: found I8, expected floating-point" in refusal(folder)
-
-
 def test_tensor_in_two_shards_is_refused(tmp_path):
   folder = copied(tmp_path, "t5_1_0")
   places = shard(folder)
@@ -172,13 +164,11 @@ def test_index_with_a_duplicate_tensor_is_refused(tmp_path):
   assert f"it contains '{places[0][0]}' twice" in refusal(folder)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
-def test_non_finite_values_are_named_with_their_shard(tmp_path, kind):
+def test_non_finite_values_are_named_with_their_shard(tmp_path):
   folder = copied(tmp_path, "t5_1_1")
   places = shard(folder)
   name = "decoder.block.0.layer.2.DenseReluDense.wo.weight"
   held = safetensors.flax.load_file(folder / places[name])
-  held = {n: jnp.asarray(x, kind) for n, x in held.items()}
   held[name] = held[name].at[1, 2].set(jnp.nan).at[0, 0].set(jnp.inf)
   safetensors.flax.save_file(held, folder / places[name])
   found = refusal(folder)
@@ -192,9 +182,6 @@ def test_nan_in_a_copied_embedding_is_reported_as_a_nan(tmp_path):
   tensors["lm_head.weight"] = tensors["shared.weight"]
   safetensors.flax.save_file(tensors, folder / "model.safetensors")
   assert "tensor shared.weight: 1 of its" in refusal(folder)
-
-
-# ---- Pickles
 
 
 def test_pickle_is_refused(tmp_path):
@@ -226,10 +213,8 @@ def test_written_folder_is_read_back_exactly(tmp_path, tied):
   assert_same(hugging_face.load(folder), given)
   names = safetensors.numpy.load_file(folder / "model.safetensors").keys()
   assert ("lm_head.weight" in names) is not tied
-  assert sorted(p.name for p in folder.iterdir()) == [
-    "config.json",
-    "model.safetensors",
-  ]
+  files = {path.name for path in folder.iterdir()}
+  assert files == {"config.json", "model.safetensors"}
   assert [p.name for p in folder.parent.iterdir()] == ["model"]
 
 

@@ -216,8 +216,12 @@ def test_pickles_are_refused_without_running_their_code(made, tmp_path):
   assert trap.exists()
 
 
-def test_arrays_of_objects_are_refused(made):
-  zarray = made / f"target.{KERNEL.replace('/', '.')}" / ".zarray"
+def test_damaged_files_and_arrays_of_objects_are_named(made):
+  folder = made / f"target.{KERNEL.replace('/', '.')}"
+  (folder / "0.0").write_bytes(b"damaged")
+  found = refusal(made)
+  assert KERNEL in found and "Copy the checkpoint again" in found
+  zarray = folder / ".zarray"
   assert '"<f4"' in zarray.read_text()
   zarray.write_text(zarray.read_text().replace('"<f4"', '"|O"'))
   found = refusal(made)
@@ -256,6 +260,10 @@ REFUSED = {
     lambda params: {"extra/kernel": params[KERNEL]},
     "extra/kernel: found (32, 16), expected nothing",
   ),
+  "missing": (
+    lambda params: {KERNEL: None},
+    f"{KERNEL}: found nothing, expected (32, 16)",
+  ),
   "shape": (
     lambda params: {SCALE: np.ones(17, np.float32)},
     f"{SCALE}: found (17,), expected (16,)",
@@ -269,13 +277,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
 def test_wrong_parameter_is_refused_by_name(tmp_path, params, change, message):
-  assert message in refusal(write_native(tmp_path / "c", {**params, **change(params)}))
-
-
-def test_missing_parameter_is_named(tmp_path, params):
-  less = {name: x for name, x in params.items() if name != KERNEL}
-  found = refusal(write_native(tmp_path / "c", less))
-  assert f"{KERNEL}: found nothing, expected (32, 16)" in found
+  changed = {**params, **change(params)}
+  changed = {name: array for name, array in changed.items() if array is not None}
+  assert message in refusal(write_native(tmp_path / "c", changed))
 
 
 def test_checkpoint_of_another_shape_is_refused(checkpoint):
@@ -290,13 +294,6 @@ def test_folder_without_a_checkpoint_is_refused(tmp_path):
   assert "found no parameters called target." in refusal(tmp_path)
   (tmp_path / "state" / "manifest.ocdbt").write_bytes(b"no manifest")
   assert "cannot be read" in refusal(tmp_path)
-
-
-def test_damaged_files_are_named(made):
-  chunk = made / f"target.{KERNEL.replace('/', '.')}" / "0.0"
-  chunk.write_bytes(b"damaged")
-  found = refusal(made)
-  assert KERNEL in found and "Copy the checkpoint again" in found
 
 
 @pytest.mark.parametrize("ocdbt", [True, False])

@@ -58,13 +58,6 @@ def test_parameters_are_read_exactly(checkpoint, params):
   assert (found.config, found.vocabulary) == (CONFIG, "")
 
 
-def test_logits_equal_t5x(checkpoint, oracle):
-  weights = t5x.read(checkpoint, CONFIG)
-  judged = oracle["in/decoder_target_tokens"] != 0
-  logits = parity.run(oracle, weights.params)
-  np.testing.assert_allclose(logits[judged], oracle["logits"][judged], atol=1e-5)
-
-
 # ---- Checkpoints written by the tests
 
 

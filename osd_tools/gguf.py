@@ -154,10 +154,7 @@ def open_tensors(path: Path) -> Tensors:
   Reading raises InputError if the file ends inside the tensor.
   """
   fields_of = json.loads((folder_of(path) / _TENSORS).read_text())
-  places = {
-    name: Place(**{**fields, "shape": tuple(fields["shape"])})
-    for name, fields in fields_of.items()
-  }
+  places = {name: base.from_json(x, Place) for name, x in fields_of.items()}
   return Tensors(
     {name: place.shape for name, place in places.items()},
     lambda name: _read(path, name, places[name]),
@@ -373,9 +370,8 @@ def _places(
     elif whole and part in _NAMES:
       target = f"{_NAMES[part]}.{whole[2]}"
     else:
-      raise _refused(
-        path, "tensor", name, "the tensors of a dense Llama, Qwen or Gemma"
-      )
+      expected = "the tensors of a dense Llama, Qwen or Gemma"
+      raise _refused(path, "tensor", name, expected)
     places[target] = dataclasses.asdict(
       Place(
         tensor.tensor_type.name,
@@ -410,13 +406,9 @@ def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
       if kind in (_CONTROL, _USER)
     },
   }
-  for name, key in (
-    ("bos_token", "bos"),
-    ("eos_token", "eos"),
-    ("pad_token", "padding"),
-  ):
+  for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
     if (token := get(f"{key}_token_id")) is not None:
-      settings[name] = tokens[token]
+      settings[f"{name}_token"] = tokens[token]
   return {
     **make(metadata, tokens, kinds, begins),
     "tokenizer_config.json": settings,
@@ -433,9 +425,7 @@ def _sampling(metadata: _Metadata) -> dict[str, Any]:
   if not fields:
     return {}
   # There is no do_sample; llama.cpp is greedy at a temperature of 0.
-  states_any = any(
-    name in fields for name in ("temperature", "top_k", "top_p", "min_p")
-  )
+  states_any = not fields.keys().isdisjoint(("temperature", "top_k", "top_p", "min_p"))
   return {"do_sample": states_any and fields.get("temperature") != 0, **fields}
 
 

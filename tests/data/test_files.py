@@ -83,13 +83,12 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_gives_the_same_rows_and_prompts(tmp_path, repository, name):
+def test_every_format_gives_the_same_rows_and_prompts(tmp_path, vocabulary, name):
   path = tmp_path / name
   WRITERS[name](path)
   assert [row for _, row in read(path)] == ROWS
   prompts = [prompt for _, prompt in examples.read_prompts(str(path), "--file")]
   assert prompts == [row["prompt"] for row in ROWS]
-  vocabulary = Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
   task = TaskConfig("t", data_dir=str(tmp_path), pattern=name)
   found = TaskExamples(task, vocabulary)
   assert [(e.prompt, e.reference) for e in found.examples] == [
@@ -139,13 +138,12 @@ def test_faulty_rows_are_reported_with_their_line(tmp_path):
   ],
 )
 def test_file_without_prompts_is_named_for_what_it_is(
-  tmp_path, repository, name, content, message
+  tmp_path, vocabulary, name, content, message
 ):
   if name == "a.parquet":
     pytest.importorskip("pyarrow")
   path = tmp_path / name
   path.write_bytes(content)
-  vocabulary = Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
   task = TaskConfig("t", data_dir=str(tmp_path), pattern=name)
   for read_all in (
     lambda: list(examples.read_prompts(str(path), "--file")),

@@ -30,11 +30,6 @@ def data_extra():
   pytest.importorskip("seqio", reason="the extra `data` is not installed")
 
 
-@pytest.fixture(scope="module")
-def vocabulary(repository) -> Vocabulary:
-  return Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
-
-
 @pytest.fixture
 def jsonl_task(tmp_path) -> TaskConfig:
   (tmp_path / "q.train.jsonl").write_text("\n".join(LINES) + "\n")

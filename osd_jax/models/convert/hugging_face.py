@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import flax.traverse_util
 import ml_dtypes
 import numpy as np
 import safetensors
@@ -194,7 +193,7 @@ def write(
       " remove it or choose another."
     )
   fields = config_to(weights.config)
-  flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
+  flat = tensors_lib.flat(weights.params)
   tensors_lib.check(
     tensors_lib.shapes(weights.params),
     weights_lib.expected_shapes(weights.config),

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-import sentencepiece
+import tiny_pair
 
 from osd_jax import assets, base
 from osd_jax.data import chat
@@ -21,26 +21,8 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  """The bytes of a SentencePiece model with Llama's special ids and byte fallback."""
-  folder = tmp_path_factory.mktemp("spm")
-  (folder / "text").write_text("\n".join(TEXTS * 40))
-  sentencepiece.SentencePieceTrainer.Train(
-    input=str(folder / "text"),
-    model_prefix=str(folder / "tokenizer"),
-    vocab_size=330,
-    model_type="bpe",
-    byte_fallback=True,
-    unk_id=0,
-    bos_id=1,
-    eos_id=2,
-    pad_id=-1,
-    normalization_rule_name="identity",
-    remove_extra_whitespaces=False,
-    hard_vocab_limit=False,
-    minloglevel=2,
-  )
-  return (folder / "tokenizer.model").read_bytes()
+def model():
+  return tiny_pair.llama_tokenizer()
 
 
 @pytest.fixture

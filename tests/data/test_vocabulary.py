@@ -20,8 +20,8 @@ TEXTS = (
 )
 
 
-def _train(path: pathlib.Path, **settings) -> pathlib.Path:
-  """Trains a small model, with T5's special ids by default, and saves it to `path`."""
+def trained(path: pathlib.Path, **settings) -> pathlib.Path:
+  """Trains a small model, with T5's special ids by default, and writes it to `path`."""
   ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, **settings}
   model = io.BytesIO()
   sentences = [f"{a} {b} number {n}" for a in "xyz" for b in "uvw" for n in range(50)]
@@ -38,7 +38,7 @@ def _train(path: pathlib.Path, **settings) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Vocabulary:
-  return Vocabulary.load(_train(tmp_path_factory.mktemp("small") / "small.model"))
+  return Vocabulary.load(trained(tmp_path_factory.mktemp("small") / "small.model"))
 
 
 def test_t5_sentinels_have_their_published_ids(shared_data):
@@ -105,7 +105,7 @@ def test_missing_or_invalid_model_file_is_refused(tmp_path, content):
 
 
 def test_special_ids_other_than_t5s_are_refused(tmp_path):
-  path = _train(tmp_path / "llama.model", pad_id=-1, eos_id=2, unk_id=0, bos_id=1)
+  path = trained(tmp_path / "llama.model", pad_id=-1, eos_id=2, unk_id=0, bos_id=1)
   with pytest.raises(ValueError, match="end-of-sequence id 2, expected 0 and 1"):
     Vocabulary.load(path)
 

@@ -102,7 +102,7 @@ def test_vocabulary_is_recorded_or_written(folder, tmp_path, given):
 
 
 def test_t5x_checkpoints_need_a_model_config(tmp_path, repository):
-  from models import test_t5x_parity as parity
+  from tools.test_t5x_checkpoints import CONFIG
 
   source = repository.parent / "shared/fixtures/t5x/native/checkpoint_7"
   if not source.is_dir():
@@ -111,8 +111,8 @@ def test_t5x_checkpoints_need_a_model_config(tmp_path, repository):
   with pytest.raises(ValueError, match=r"ConvertConfig\.model: received None"):
     convert.run(config)
   assert not list(tmp_path.iterdir())
-  path = convert.run(dataclasses.replace(config, model=parity.CONFIG)).path
-  assert_same(weights.load(path), t5x.read(source, parity.CONFIG))
+  path = convert.run(dataclasses.replace(config, model=CONFIG)).path
+  assert_same(weights.load(path), t5x.read(source, CONFIG))
 
 
 @pytest.mark.parametrize(

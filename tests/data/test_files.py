@@ -82,6 +82,12 @@ WRITERS = {
 }
 
 
+def test_prompts_are_called_by_several_names(tmp_path):
+  (tmp_path / "a.csv").write_text("question,topic\nwhy?,travel\n")
+  found = examples.read_prompts(str(tmp_path / "a.csv"), "--file")
+  assert list(found) == [(2, "why?")]
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_same_rows_and_prompts(tmp_path, vocabulary, name):
   path = tmp_path / name
@@ -219,11 +225,3 @@ def test_conversations_are_read_and_encoded_with_the_chat_template(tmp_path):
   assert [e.reference for e in read_with(chat).examples] == ["three", "", "ho"]
   assert [e.reference for e in read_with(plain).examples] == ["three", "ho"]
   assert "set PairConfig.chat_template" in str(read_with(plain).skipped)
-
-
-def test_template_reads_other_fields(tmp_path):
-  path = tmp_path / "a.csv"
-  path.write_text("question,topic\nwhy?,travel\n")
-  assert list(examples.read_prompts(str(path), "--file")) == [(2, "why?")]
-  found = examples.read_prompts(str(path), "--file", "On {topic}: {question}")
-  assert list(found) == [(2, "On travel: why?")]

@@ -289,7 +289,7 @@ def test_extra_ids_must_match_the_tokenizer_settings(config, tmp_path):
     assert load(there)
 
 
-def test_extra_ids_are_known_for_published_t5s(monkeypatch):
+def test_extra_ids_are_known_for_published_t5s():
   """With 32,000 pieces, 32,128 or 32,100 rows imply 100 sentinel tokens."""
   pieces = vocabularies.Vocabulary("f", 32_000, "nowhere/spiece.model", 0, None)
   config = pairs.PairConfig(target="flan-t5-small")

@@ -285,6 +285,23 @@ def biases(
   return by_window
 
 
+def through(stack, config: LlamaConfig, x, by, bias, pasts=None, prompts=None):
+  """Applies consecutive layers, each with the rotation and the bias of its window.
+
+  `pasts` and `prompts` are those of `Layer`, one for each layer. Returns, per layer,
+  its output [B, n, E], and its keys and values.
+  """
+  states, entries_of = [], []
+  for index, layer in enumerate(stack):
+    window = config.window_of(index)
+    memories = (pasts and pasts[index], prompts and prompts[index])
+    arguments = (x, by[window], bias[window], *memories)
+    x, entries = layers.traced_once(layer, type(layer).__call__, *arguments)
+    states.append(x)
+    entries_of.append(entries)
+  return states, entries_of
+
+
 class Decoder(nn.Module):
   """All layers, the final norm, and the output head of untied models."""
 
@@ -313,14 +330,7 @@ class Decoder(nn.Module):
     causal = jnp.tril(jnp.ones((mask.shape[1],) * 2, bool))
     visible = mask[:, None] & mask[..., None] & causal[None]
     bias = biases(config, visible, positions, positions)
-    states, entries_of = [], []
-    for index, layer in enumerate(self.layers[: depth or None]):
-      window, prompt = config.window_of(index), prompts and prompts[index]
-      arguments = (x, by[window], bias[window], None, prompt)
-      x, entries = layers.traced_once(layer, type(layer).__call__, *arguments)
-      states.append(x)
-      entries_of.append(entries)
-    return states, entries_of
+    return through(self.layers[: depth or None], config, x, by, bias, None, prompts)
 
   def prefill(self, x: jax.Array, mask: jax.Array):
     """Computes the keys and values of a prompt, in chunks if it is long.
@@ -383,20 +393,18 @@ class Decoder(nn.Module):
     count, slots = x.shape[1], cache.self_keys[0].shape[2]
     slot = cache.length[:, None] + jnp.arange(count)[None]
     at, prompt_bias = self.prompt_bias(slot, cache.cross_mask, is_token)
-    config, by = self.config, rotations(self.config, at)
+    config = self.config
     written_slots = jnp.arange(slots)[None]
     visible = (written_slots[:, None] <= slot[:, :, None]) & is_token[..., None]
     bias = biases(config, visible, slot, written_slots)
-    new_entries = []
-    for index, layer in enumerate(self.layers):
-      window = config.window_of(index)
-      entries = cache.cross_keys[index], cache.cross_values[index]
-      prompt = Memory(*entries, prompt_bias[window])
-      past = cache.self_keys[index], cache.self_values[index], cache.length
-      arguments = (x, by[window], bias[window], past, prompt)
-      x, entries = layers.traced_once(layer, type(layer).__call__, *arguments)
-      new_entries.append(entries)
-    return self.decoder_norm(x), cache.advanced(new_entries, count)
+    pasts = [(*kept, cache.length) for kept in zip(cache.self_keys, cache.self_values)]
+    prompts = [
+      Memory(keys, values, prompt_bias[config.window_of(index)])
+      for index, (keys, values) in enumerate(zip(cache.cross_keys, cache.cross_values))
+    ]
+    by = rotations(config, at)
+    states, entries = through(self.layers, config, x, by, bias, pasts, prompts)
+    return self.decoder_norm(states[-1]), cache.advanced(entries, count)
 
   def prompt_bias(self, slot: jax.Array, mask: jax.Array, is_token: jax.Array):
     """The positions [B, n] of inputs at slots [B, n], and their biases to the prompt.

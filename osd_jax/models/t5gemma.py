@@ -42,11 +42,8 @@ class Encoder(nn.Module):
       distance = jnp.abs(positions[:, None] - positions[..., None])
       near = mask[:, None] & (distance <= window)
       bias[window] = layers.mask_bias(near if window else mask[:, None])[:, None]
-    for index, layer in enumerate(self.layers):
-      window = self.config.window_of(index)
-      arguments = (x, by[window], bias[window])
-      x, _ = layers.traced_once(layer, llama.Layer.__call__, *arguments)
-    return self.encoder_norm(x)
+    states, _ = llama.through(self.layers, self.config, x, by, bias)
+    return self.encoder_norm(states[-1])
 
 
 class DecoderLayer(llama.Layer):

@@ -167,26 +167,32 @@ class Config:
       raise TypeError(f"{cls.__name__}: define `checks` instead of `__post_init__`.")
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
+    hints = field_types(type(self))
+    for field, hint in hints.items():
       # Frozen dataclasses with tuples are hashable, which static arguments of jit need.
-      value = as_tuples(getattr(self, field.name))
+      value = as_tuples(getattr(self, field))
       # Unknown or missing fields are reported below, as a wrong type.
       with contextlib.suppress(TypeError):
-        value = from_json(value, field_types(type(self))[field.name])
-      object.__setattr__(self, field.name, value)
-    problems = [
-      problem
-      for field in dataclasses.fields(self)
-      if (problem := field_problem(type(self), field.name, getattr(self, field.name)))
-    ]
+        value = from_json(value, hint)
+      object.__setattr__(self, field, value)
+    wrong = {
+      field: expectation(hint)
+      for field, hint in hints.items()
+      if not is_of_type(getattr(self, field), hint)
+    }
     # Checks across fields may assume that every field has its type.
-    problems = problems or [
-      _problem(type(self), field, getattr(self, field), expected)
-      for field, (holds, expected) in self.checks().items()
-      if not holds
-    ]
-    if problems:
+    wrong = wrong or {
+      field: expected for field, (holds, expected) in self.checks().items() if not holds
+    }
+    if wrong:
+      problems = (self._problem(field, expected) for field, expected in wrong.items())
       raise InputError("\n".join(problems))
+
+  def _problem(self, field: str, expected: str) -> str:
+    received = repr(getattr(self, field))
+    if len(received) > 300:  # a loaded model would print all of its weights
+      received = f"a {type(getattr(self, field)).__name__}"
+    return f"{type(self).__name__}.{field}: received {received}, expected {expected}."
 
   def checks(self) -> Mapping[str, tuple[Any, str]]:
     """Checks that need several fields: field -> (whether it holds, expectation)."""
@@ -234,24 +240,6 @@ def _entry_types(inner: tuple[Any, ...], count: int) -> tuple[Any, ...]:
   return inner[:1] * count if inner[-1:] == (...,) else inner
 
 
-def field_problem(config_class: type, field: str, value: Any) -> str:
-  """Returns the error text for a bad value of a config field, or "".
-
-  Lists are not tuples, bools are not numbers, and ints are accepted as floats.
-  """
-  hint = field_types(config_class)[field]
-  if is_of_type(value, hint):
-    return ""
-  return _problem(config_class, field, value, expectation(hint))
-
-
-def _problem(config_class: type, field: str, value: Any, expected: str) -> str:
-  received = repr(value)
-  if len(received) > 300:  # a loaded model would print all of its weights
-    received = f"a {type(value).__name__}"
-  return f"{config_class.__name__}.{field}: received {received}, expected {expected}."
-
-
 @functools.cache
 def field_types(config_class: type) -> dict[str, Any]:
   """Returns the type of every field of a dataclass, constraints included."""
@@ -260,7 +248,10 @@ def field_types(config_class: type) -> dict[str, Any]:
 
 
 def is_of_type(value: Any, hint: Any) -> bool:
-  """Whether a value has a type and satisfies its constraints."""
+  """Whether a value has a type and satisfies its constraints.
+
+  Lists are not tuples, bools are not numbers, and ints are accepted as floats.
+  """
   origin, inner = typing.get_origin(hint), typing.get_args(hint)
   if origin is Annotated:
     kind, *constraints = inner

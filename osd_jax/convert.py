@@ -84,7 +84,7 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
 
 
 _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {
-  _HUGGING_FACE: lambda config, source: hugging_face.read(source, as_stored=True),
+  _HUGGING_FACE: lambda config, source: hugging_face.load(source, as_stored=True),
   _T5X: lambda config, source: formats.tool(_T5X).read(source, _shape(config)),
   _OSD: lambda config, source: weights.load(source, as_stored=True),
 }

@@ -5,6 +5,7 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import jax
@@ -256,10 +257,10 @@ def load_pair(
   if folders.holds_model(Path(config.target)):
     shape_of(config, "target")
   vocabulary = load_vocabulary(config)
-  target = _read(config, "target", config.path("target"))
-  if not (
-    config.vocabulary or target.vocabulary or folders.holds_model(config.path("target"))
-  ):
+  with _reading(config, "target") as (module, path):
+    target = _typed(config, module.load(path, as_stored=True))
+  has_vocabulary = config.vocabulary or target.vocabulary
+  if not (has_vocabulary or module is hugging_face):
     raise base.InputError(
       f"PairConfig.vocabulary: {config.target} does not say which vocabulary it was"
       " trained with; name its vocabulary."
@@ -326,25 +327,22 @@ def load_vocabulary(config: PairConfig) -> Vocabulary:
 
 def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
   """The shape of "target" or "draft", from the header of its file or config.json."""
-  path = config.path(field)
-  kind = hugging_face if folders.holds_model(path) else weights
-  with _errors(field):
-    return kind.shape_of(path)
+  with _reading(config, field) as (module, path):
+    return module.shape_of(path)
 
 
 def bfloat16_of(config: PairConfig) -> frozenset[str]:
   """Paths of the target's parameters that are stored in bfloat16, and stay so."""
-  path = config.path("target")
-  kind = hugging_face if folders.holds_model(path) else weights
-  with _errors("target"):
-    return kind.bfloat16_of(path)
+  with _reading(config, "target") as (module, path):
+    return module.bfloat16_of(path)
 
 
 @contextlib.contextmanager
-def _errors(field: str) -> Iterator[None]:
-  """Names the field in errors of the body."""
+def _reading(config: PairConfig, field: str) -> Iterator[tuple[ModuleType, Path]]:
+  """Yields the module that reads a model, and its path; names the field in errors."""
+  path = config.path(field)
   try:
-    yield
+    yield hugging_face if folders.holds_model(path) else weights, path
   except base.InputError as error:
     raise base.InputError(f"PairConfig.{field}: {error}") from error
 
@@ -442,11 +440,10 @@ def _draft(
     model = attached.build(config.attached, target.config)
     params = jax.jit(model.init)(jax.random.key(_SEED))
     return weights.AttachedWeights(config.attached, params, identity.fingerprint)
-  path = config.path("draft")
-  if weights.is_attached(path):
-    with _errors("draft"):
+  with _reading(config, "draft") as (module, path):
+    if weights.is_attached(path):
       return attached.load(path, identity, config.sibling_draft)
-  draft = _read(config, "draft", path)
+    draft = _typed(config, module.load(path))  # it is trained in float32
   check_vocabulary(config, "draft", draft, vocabulary)
   if type(target.config) is not type(draft.config):
     raise base.InputError(
@@ -483,10 +480,6 @@ def _draft_model(
   return families.build(draft.config, "draft", serving)
 
 
-def _read(config: PairConfig, field: str, path: Path) -> weights.Weights:
-  read = hugging_face.read if folders.holds_model(path) else weights.load
-  with _errors(field):
-    # A draft is trained in float32; a target is kept in the type of its file.
-    model = read(path, as_stored=field == "target")
+def _typed(config: PairConfig, model: weights.Weights) -> weights.Weights:
   shape = dataclasses.replace(model.config, dtype=config.dtype)
   return dataclasses.replace(model, config=shape)

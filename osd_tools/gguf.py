@@ -98,12 +98,12 @@ _GEMMA_NAMES = _LAYER_NAMES | {
 _ROPE = "rope_freqs.weight"  # divisors of the rotary frequencies, as in Llama 3.1
 
 # Qwen2Tokenizer's rule, and that of Llama 3: regular expressions that split a text.
-QWEN2_WORDS = (
+_QWEN2_WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_WORDS = {"qwen2": QWEN2_WORDS, "llama-bpe": _LLAMA3_WORDS, "llama3": _LLAMA3_WORDS}
+_LLAMA3_WORDS = _QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_WORDS = {"qwen2": _QWEN2_WORDS, "llama-bpe": _LLAMA3_WORDS, "llama3": _LLAMA3_WORDS}
 
 # Types of tokens in the metadata; the numbers are those of SentencePiece.
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
@@ -154,10 +154,7 @@ def open_tensors(path: Path) -> Tensors:
   Reading raises InputError if the file ends inside the tensor.
   """
   fields_of = json.loads((folder_of(path) / _TENSORS).read_text())
-  places = {
-    name: Place(**{**fields, "shape": tuple(fields["shape"])})
-    for name, fields in fields_of.items()
-  }
+  places = {name: base.from_json(x, Place) for name, x in fields_of.items()}
   return Tensors(
     {name: place.shape for name, place in places.items()},
     lambda name: _read(path, name, places[name]),
@@ -373,9 +370,8 @@ def _places(
     elif whole and part in _NAMES:
       target = f"{_NAMES[part]}.{whole[2]}"
     else:
-      raise _refused(
-        path, "tensor", name, "the tensors of a dense Llama, Qwen or Gemma"
-      )
+      expected = "the tensors of a dense Llama, Qwen or Gemma"
+      raise _refused(path, "tensor", name, expected)
     places[target] = dataclasses.asdict(
       Place(
         tensor.tensor_type.name,
@@ -410,13 +406,9 @@ def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
       if kind in (_CONTROL, _USER)
     },
   }
-  for name, key in (
-    ("bos_token", "bos"),
-    ("eos_token", "eos"),
-    ("pad_token", "padding"),
-  ):
+  for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
     if (token := get(f"{key}_token_id")) is not None:
-      settings[name] = tokens[token]
+      settings[f"{name}_token"] = tokens[token]
   return {
     **make(metadata, tokens, kinds, begins),
     "tokenizer_config.json": settings,
@@ -433,9 +425,7 @@ def _sampling(metadata: _Metadata) -> dict[str, Any]:
   if not fields:
     return {}
   # There is no do_sample; llama.cpp is greedy at a temperature of 0.
-  states_any = any(
-    name in fields for name in ("temperature", "top_k", "top_p", "min_p")
-  )
+  states_any = not fields.keys().isdisjoint(("temperature", "top_k", "top_p", "min_p"))
   return {"do_sample": states_any and fields.get("temperature") != 0, **fields}
 
 
@@ -448,41 +438,20 @@ def _byte_pairs(
     raise _refused(
       metadata.path, "tokenizer.ggml.pre", rule, f"one of {', '.join(_WORDS)}"
     )
-  merges = metadata.required("tokenizer.ggml.merges")
-  tokenizer = byte_pairs(
-    # Added tokens, too, or they would get the next free ids.
-    {
-      text: token
-      for token, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
-      if kind in (_NORMAL, _CONTROL, _USER)
-    },
-    [tuple(merge.split(" ")) for merge in merges],
-    _WORDS[rule],
-  )
-  for text, kind in zip(tokens, kinds, strict=True):
-    if kind in (_CONTROL, _USER):
-      add_token(tokenizer, text, kind == _CONTROL)
-  if begins is not None:
-    from tokenizers import processors
-
-    first = tokens[begins]
-    tokenizer.post_processor = processors.TemplateProcessing(
-      single=f"{first} $A", special_tokens=[(first, begins)]
-    )
-  return {"tokenizer.json": tokenizer.to_str().encode()}
-
-
-def byte_pairs(
-  vocabulary: dict[str, int], merges: list[tuple[str, ...]], words: str
-) -> Any:
-  """Makes a tokenizer of bytes, whose texts are split by a regular expression."""
   with base.extra("llama", "Vocabulary.path: a tokenizer of bytes"):
     import tokenizers
 
+  # Added tokens, too, or they would get the next free ids.
+  vocabulary = {
+    text: token
+    for token, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
+    if kind in (_NORMAL, _CONTROL, _USER)
+  }
+  merges = [tuple(m.split(" ")) for m in metadata.required("tokenizer.ggml.merges")]
+  words, parts = _WORDS[rule], tokenizers.pre_tokenizers
   is_llama = words == _LLAMA3_WORDS
-  models, parts = tokenizers.models, tokenizers.pre_tokenizers
   tokenizer = tokenizers.Tokenizer(
-    models.BPE(vocabulary, merges, ignore_merges=is_llama)
+    tokenizers.models.BPE(vocabulary, merges, ignore_merges=is_llama)
   )
   if not is_llama:
     tokenizer.normalizer = tokenizers.normalizers.NFC()
@@ -493,14 +462,17 @@ def byte_pairs(
     ]
   )
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  return tokenizer
-
-
-def add_token(tokenizer: Any, text: str, is_special: bool) -> None:
-  """Adds a token that is never split, with its id if the vocabulary contains it."""
-  from tokenizers import AddedToken
-
-  tokenizer.add_tokens([AddedToken(text, special=is_special, normalized=False)])
+  for text, kind in zip(tokens, kinds, strict=True):
+    if kind in (_CONTROL, _USER):
+      special = kind == _CONTROL
+      added = tokenizers.AddedToken(text, special=special, normalized=False)
+      tokenizer.add_tokens([added])
+  if begins is not None:
+    first = tokens[begins]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+      single=f"{first} $A", special_tokens=[(first, begins)]
+    )
+  return {"tokenizer.json": tokenizer.to_str().encode()}
 
 
 def _sentence_pieces(

@@ -614,8 +614,8 @@ FAULTS = [
   ),
   Fault(
     "decoding positions ignore the length of the prompt",
-    "    before = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)",
-    "    before = jnp.zeros_like(cache.length)",
+    "at = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None] + slot",
+    "at = slot",
     LLAMA,
   ),
   Fault(
@@ -656,8 +656,8 @@ FAULTS = [
   ),
   Fault(
     "the window of a step is measured from the beginning of the answer",
-    "prompt_bias = biases(config, visible, at, in_prompt)",
-    "prompt_bias = biases(config, visible, slot, in_prompt)",
+    "biases(self.config, visible, at, prompt_positions(mask))",
+    "biases(self.config, visible, slot, prompt_positions(mask))",
     LLAMA,
   ),
   Fault(

@@ -102,7 +102,7 @@ def test_vocabulary_is_recorded_or_written(folder, tmp_path, given):
 
 
 def test_t5x_checkpoints_need_a_model_config(tmp_path, repository):
-  from models import test_t5x_parity as parity
+  from tools.test_t5x_checkpoints import CONFIG
 
   source = repository.parent / "shared/fixtures/t5x/native/checkpoint_7"
   if not source.is_dir():
@@ -111,8 +111,8 @@ def test_t5x_checkpoints_need_a_model_config(tmp_path, repository):
   with pytest.raises(ValueError, match=r"ConvertConfig\.model: received None"):
     convert.run(config)
   assert not list(tmp_path.iterdir())
-  path = convert.run(dataclasses.replace(config, model=parity.CONFIG)).path
-  assert_same(weights.load(path), t5x.read(source, parity.CONFIG))
+  path = convert.run(dataclasses.replace(config, model=CONFIG)).path
+  assert_same(weights.load(path), t5x.read(source, CONFIG))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_the_papers_pair_runs_and_converts_back(
     "OptimizerConfig__learning_rate": 1e-2,
   }
   assert osd("online", "experiments/flan_t5_xl_gsm8k.gin", **settings) == 0
-  first = hugging_face.read(checkpoints / "t5-small")
+  first = hugging_face.load(checkpoints / "t5-small")
   adapted = weights.load(run / "draft.safetensors")
   assert adapted.config == first.config
   moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), adapted.params, first.params)
@@ -224,7 +224,7 @@ def test_the_papers_pair_runs_and_converts_back(
     "ConvertConfig__output_kind": "hugging_face",
   }
   assert osd("convert", "runs/convert.gin", **settings) == 0
-  assert_same(hugging_face.read(home), adapted)
+  assert_same(hugging_face.load(home), adapted)
   pair = pairs.PairConfig(
     "flan-t5-xl", str(home), "flan-t5-xl", 100, folder=str(checkpoints)
   )

@@ -2,7 +2,6 @@
 
 import codecs
 import dataclasses
-import io
 import json
 import os
 import subprocess
@@ -13,6 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import sentencepiece
+import tiny_pair
+from data import test_vocabulary
 
 from osd_jax import base, pairs, testing
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
@@ -32,25 +33,9 @@ LLAMA_CONFIG = {
 }
 
 
-def sentencepiece_model(**options) -> bytes:
-  model = io.BytesIO()
-  texts = [
-    f"the {a} {b} of line {i} is plain text"
-    for i in range(40)
-    for a in ("red", "blue")
-    for b in ("house", "tree")
-  ]
-  ids = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1}
-  settings = {"vocab_size": 300, "hard_vocab_limit": False, "minloglevel": 2, **ids}
-  sentencepiece.SentencePieceTrainer.Train(
-    sentence_iterator=iter(texts), model_writer=model, **(settings | options)
-  )
-  return model.getvalue()
-
-
 @pytest.fixture(scope="module")
 def llama_model() -> bytes:
-  return sentencepiece_model(model_type="bpe", byte_fallback=True)
+  return tiny_pair.llama_tokenizer()
 
 
 def random_weights(shape) -> weights.Weights:
@@ -81,10 +66,7 @@ def t5_tokenizer_json(model: bytes, extra_ids: int):
 
 
 def test_t5_folder_saved_by_transformers_5_has_the_ids_of_its_spiece_model(tmp_path):
-  model = sentencepiece_model(
-    model_type="unigram", vocab_size=60, pad_id=0, eos_id=1, unk_id=2, bos_id=-1
-  )
-  (tmp_path / "spiece.model").write_bytes(model)
+  model = test_vocabulary.trained(tmp_path / "spiece.model").read_bytes()
   expected = Vocabulary.load(tmp_path / "spiece.model", extra_ids=2)
   settings = {
     "tokenizer_class": "T5Tokenizer",
@@ -105,13 +87,13 @@ def test_t5_folder_saved_by_transformers_5_has_the_ids_of_its_spiece_model(tmp_p
     )
     found = pairs.load_pair(config).vocabulary
     assert (found.size, found.extra_ids, found.is_causal) == (expected.size, 2, False)
-    for text in ("the red house", "of line 3 <extra_id_1>", "blue"):
+    for text in ("x u number 3", "number 42 <extra_id_1>", "yv"):
       ids = expected.encode_prompt(text).tolist()
       assert found.encode_prompt(text).tolist() == ids and ids[-1] == 1
     for decoded in (found, expected):
-      text = decoded.decode(expected.encode("the red <extra_id_0> house"))
+      text = decoded.decode(expected.encode("x u <extra_id_0> number"))
       # The two libraries write different spaces around sentinels.
-      assert text.replace(" ", "") == "thered<extra_id_0>house"
+      assert text.replace(" ", "") == "xu<extra_id_0>number"
   assert tokenizer_files(found) == files
   with pytest.raises(base.InputError, match="received 1, but .* holds 2 sentinels"):
     Vocabulary.load(folder, extra_ids=1)
@@ -256,19 +238,6 @@ def test_config_with_old_names_or_nulls_gives_the_same_shape(change, expected):
   assert found == dataclasses.replace(usual, **expected)
 
 
-@pytest.mark.parametrize(
-  ("change", "field"),
-  [
-    ({"max_position_embeddings": None}, "max_position_embeddings"),
-    ({"eos_token_id": None}, "eos_token_id"),
-    ({"rope_scaling": {"type": "linear"}}, "factor: received nothing"),
-  ],
-)
-def test_config_that_lacks_a_field_is_refused_by_its_name(change, field):
-  with pytest.raises(base.InputError, match=field):
-    hugging_face.config_from(LLAMA_CONFIG | change)
-
-
 def test_config_with_a_byte_order_mark_is_read(tmp_path):
   text = codecs.BOM_UTF8 + json.dumps(LLAMA_CONFIG).encode()
   (tmp_path / "config.json").write_bytes(text)
@@ -279,13 +248,13 @@ def test_config_with_a_byte_order_mark_is_read(tmp_path):
 def test_tied_model_without_the_prefix_of_its_names_is_read(tmp_path):
   shape = dataclasses.replace(testing.TINY_LLAMA, tied_head=True)
   folder = hugging_face.write(tmp_path / "tied", random_weights(shape))
-  expected = hugging_face.read(folder)
+  expected = hugging_face.load(folder)
   path = folder / "model.safetensors"
   tensors = safetensors.numpy.load_file(path)
   renamed = {name.removeprefix("model."): x for name, x in tensors.items()}
   assert renamed.keys() != tensors.keys()
   safetensors.numpy.save_file(renamed, path, {"format": "pt"})
-  found = hugging_face.read(folder)
+  found = hugging_face.load(folder)
   jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 

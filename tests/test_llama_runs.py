@@ -128,8 +128,8 @@ def test_the_papers_pair_runs_and_converts_back(checkpoints, data, unprepared):
     str(data / "run/draft.safetensors"), str(home), output_kind="hugging_face"
   )
   convert.run(config)
-  adapted = hugging_face.read(home)
-  first = hugging_face.read(checkpoints / "llama-160m")
+  adapted = hugging_face.load(home)
+  first = hugging_face.load(checkpoints / "llama-160m")
   assert adapted.config == first.config
   moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), adapted.params, first.params)
   assert any(jax.tree.leaves(moved))

@@ -108,12 +108,6 @@ def test_draft_that_cannot_be_written_is_kept_elsewhere(
   assert_same(weights.load(kept).params, pair.draft_params)
 
 
-def test_shipped_vocabulary_encodes_and_decodes(config):
-  vocabulary = load(config).vocabulary
-  ids = vocabulary.encode("SELECT name")
-  assert vocabulary.decode(ids) == "SELECT name"
-
-
 def test_dtype_applies_to_both_models(config):
   pair = load(dataclasses.replace(config, dtype="bfloat16"))
   assert pair.draft_config.dtype == "bfloat16"
@@ -122,11 +116,8 @@ def test_dtype_applies_to_both_models(config):
   assert {leaf.dtype for leaf in jax.tree.leaves(pair.target_params)} == {
     jnp.dtype("bfloat16")
   }
-  scale = ("encoder", "encoder_norm", "scale")
-  for params in (served, pair.target_params):
-    for name in scale:
-      params = params[name]
-    assert params is pair.target_params["encoder"]["encoder_norm"]["scale"]
+  norm = lambda params: params["encoder"]["encoder_norm"]["scale"]
+  assert norm(served) is norm(pair.target_params)
   drafts = {leaf.dtype for leaf in jax.tree.leaves(pair.draft_params)}
   assert drafts == {jnp.dtype("float32")}  # the draft is trained in float32
   assert pair.target is not load(config).target
@@ -158,13 +149,6 @@ def test_model_must_cover_every_id_of_the_vocabulary(config, tmp_path):
 def test_missing_files_are_named(config, field):
   with pytest.raises(ValueError, match="nowhere"):
     load(dataclasses.replace(config, **{field: "nowhere/at_all.safetensors"}))
-
-
-def test_file_without_weights_is_refused(config, tmp_path):
-  path = tmp_path / "text.safetensors"
-  path.write_text("no weights")
-  with pytest.raises(ValueError, match="text.safetensors"):
-    load(dataclasses.replace(config, draft=str(path)))
 
 
 # ---- Transformers folders
@@ -305,7 +289,7 @@ def test_extra_ids_must_match_the_tokenizer_settings(config, tmp_path):
     assert load(there)
 
 
-def test_extra_ids_are_known_for_published_t5s(monkeypatch):
+def test_extra_ids_are_known_for_published_t5s():
   """With 32,000 pieces, 32,128 or 32,100 rows imply 100 sentinel tokens."""
   pieces = vocabularies.Vocabulary("f", 32_000, "nowhere/spiece.model", 0, None)
   config = pairs.PairConfig(target="flan-t5-small")
@@ -318,8 +302,14 @@ def test_extra_ids_are_known_for_published_t5s(monkeypatch):
       pairs.check_vocabulary(config, "target", held, pieces)
 
 
-@pytest.mark.parametrize("field", ["target", "draft", "vocabulary"])
-@pytest.mark.parametrize("name", ["google/flan-t5-small", "t5-small"])
+@pytest.mark.parametrize(
+  ("field", "name"),
+  [
+    ("target", "google/flan-t5-small"),
+    ("draft", "t5-small"),
+    ("vocabulary", "t5-base"),
+  ],
+)
 def test_hub_name_is_downloaded_if_possible(config, field, name, tmp_path, monkeypatch):
   folders = as_folders(config, tmp_path)
   asked = []

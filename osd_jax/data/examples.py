@@ -30,7 +30,7 @@ TOPICS = ("maths", "sql", "python", "finance")
 TOPICS_DIR = "shipped:topics"
 
 # What `osd generate` reads from a file.
-PROMPT = "{prompt|question|text}"
+_PROMPT = "{prompt|question|text}"
 TFDS, SEQIO = "tfds:", "seqio:"
 _MAX_REPORTED_PLACES = 100  # for each count in a report
 _MAX_NAMED_PLACES = 3  # for each count in a sentence
@@ -167,12 +167,12 @@ def texts(task: TaskConfig, skipped: list[str] | None = None) -> Iterator[Exampl
 
 
 def read_prompts(
-  path: str, setting: str, template: str = PROMPT
+  path: str, setting: str
 ) -> Iterator[tuple[int, str | UnusableExample]]:
   """Yields (line number, prompt) for each row of a file, or (line number, fault).
 
   The file is read by `files.read`; errors name the setting with its path. The fault of
-  a blank line has the kind "empty". For the template see `TaskConfig.prompt`.
+  a blank line has the kind "empty".
 
   Raises:
     InputError: the file cannot be read, or no row has a prompt.
@@ -181,13 +181,13 @@ def read_prompts(
   usable, faults = 0, []
   for number, raw in files.read(path, setting):
     try:
-      yield number, _example((template, template), f"{path}:{number}", raw).prompt
+      yield number, _example((_PROMPT, ""), f"{path}:{number}", raw).prompt
       usable += 1
     except UnusableExample as fault:
       yield number, fault
       faults = faults or [f"; row {number}: {fault}"]
   if not usable:
-    reason = "".join([f"no prompt for {template!r}", *faults])
+    reason = "".join([f"no prompt for {_PROMPT!r}", *faults])
     hint = files.looks_like(path)
     raise base.InputError(f"{setting}: {path} has {reason}. {hint}".strip())
 
@@ -240,16 +240,14 @@ class TaskExamples:
       )
     return self._tokens[number]
 
-  def longer_than(
-    self, limit: int, part: int = 0, numbers: Iterable[int] | None = None
-  ) -> list[str]:
-    """Returns the locations of examples whose prompt (part 0) or reference is longer.
+  def longer_than(self, limit: int, part: int, numbers: Iterable[int]) -> list[str]:
+    """Returns the locations of the examples `numbers` that have more tokens.
 
-    `numbers` selects the examples; None means all.
+    `part` is 0 for prompts and 1 for references.
     """
     return [
       self.examples[number].location
-      for number in (range(len(self)) if numbers is None else numbers)
+      for number in numbers
       if len(self.tokens(number)[part]) > limit
     ]
 
@@ -349,7 +347,7 @@ def _example(templates: tuple[str, str], location: str, raw: files.Row) -> Examp
   if isinstance(raw, UnusableExample):
     raise raw
   messages = raw.get("messages", raw.get("conversations"))
-  is_default = templates[0] in ("{prompt}", PROMPT) and "prompt" not in raw
+  is_default = templates[0] in ("{prompt}", _PROMPT) and "prompt" not in raw
   if is_default and messages is not None:
     prompt, reference = chat.split_messages(messages)
   else:

@@ -108,7 +108,7 @@ class Vocabulary:
         f"Vocabulary.extra_ids: received {extra_ids!r}, expected an integer >= 0."
       )
     path = _tokenizer_file(pathlib.Path(path))
-    names = [_SPECIALS, _SETTINGS, *_ENDS, *([_MERGES] if path.name == _VOCAB else [])]
+    names = (_SPECIALS, _SETTINGS, *_ENDS, _MERGES)
     try:
       # Only the tokenizer itself is required.
       others = tuple(_content(path.with_name(name)) for name in names)
@@ -268,14 +268,11 @@ def _tokenizer_file(path: pathlib.Path) -> pathlib.Path:
 def _build(
   path: pathlib.Path, model: bytes, others: tuple[bytes, ...], extra_ids: int
 ) -> Vocabulary:
+  """Makes a vocabulary; a change of the `others` in the folder makes a new one."""
   if path.suffix != ".json" and path.name != _MODEL:
     return _t5_from_sentencepiece(path, model, extra_ids)
-  settings = _settings(path, others[:2])
-  documents = [
-    _object(data, path.with_name(name))
-    for name, data in zip(_ENDS, others[2:4], strict=True)
-  ]
-  merges = b"".join(others[4:])
+  settings = _settings(path)
+  documents = [_object(path.with_name(name)) for name in _ENDS]
   if path.suffix == ".json":
     kinds = [documents[-1].get("model_type")]
     kinds += [fields.get("tokenizer_class") for fields in (settings, documents[-1])]
@@ -297,7 +294,9 @@ def _build(
       f"Vocabulary.path: {path}: no token ends a sequence; expected an eos_token in"
       f" {_SETTINGS}, or an eos_token_id in {' or '.join(_ENDS)}, in the same folder."
     )
-  digest = hashlib.sha256(model + merges)
+  digest = hashlib.sha256(model)
+  if path.name == _VOCAB:
+    digest.update(_content(path.with_name(_MERGES)))
   # Two folders may share a model and differ in these, and then encode and stop
   # differently.
   digest.update(repr((read.prefix, eos_ids)).encode())
@@ -383,8 +382,7 @@ def _with_template(
       f"PairConfig.chat_template: received {template[:40]!r} with {path}, the"
       " vocabulary of a T5, expected '': chat templates are for decoder-only models."
     )
-  files = (path.with_name(name) for name in (_SPECIALS, _SETTINGS))
-  settings = _settings(path, [_content(file) for file in files])
+  settings = _settings(path)
   own = chat.own_template(path.parent, settings)
   text = own if template in (OWN_TEMPLATE, None) else template
   if text is None and template is None:
@@ -427,18 +425,17 @@ def _content(path: pathlib.Path) -> bytes:
   return path.read_bytes() if path.exists() else b""
 
 
-def _settings(path: pathlib.Path, contents: Sequence[bytes]) -> dict[str, Any]:
+def _settings(path: pathlib.Path) -> dict[str, Any]:
   """Returns tokenizer_config.json, completed by an older special_tokens_map.json."""
-  specials, settings = (
-    _object(data, path.with_name(name))
-    for name, data in zip((_SPECIALS, _SETTINGS), contents, strict=True)
-  )
+  settings = _object(path.with_name(_SETTINGS))
   # As in transformers, null means that a field has its default.
-  return specials | {name: x for name, x in settings.items() if x is not None}
+  stated = {name: x for name, x in settings.items() if x is not None}
+  return _object(path.with_name(_SPECIALS)) | stated
 
 
-def _object(data: bytes, path: pathlib.Path) -> dict[str, Any]:
-  """Parses a JSON object; the file may be missing, which gives {}."""
+def _object(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the JSON object in a file, or {} if the file is missing or empty."""
+  data = _content(path)
   if not data:
     return {}
   try:

@@ -348,7 +348,7 @@ class Embedding(nn.Module):
     return product(x, table if tokens is None else rows_of(table, tokens, x.dtype))
 
 
-def inputs_of(target: jax.Array, start: jax.Array | int = base.PAD_ID) -> jax.Array:
+def inputs_of(target: jax.Array, start: jax.Array | int) -> jax.Array:
   """Decoder inputs for teacher forcing: the start token, then all targets but the last.
 
   Takes targets [B, T] and a start token for each row [B], or one for all.

@@ -15,7 +15,7 @@ arXiv 2503.19786. Parameters carry t5x's names.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -285,40 +285,52 @@ def biases(
   return by_window
 
 
+def through(stack, config: LlamaConfig, x, by, bias, pasts=None, prompts=None):
+  """Applies consecutive layers, each with the rotation and the bias of its window.
+
+  `pasts` and `prompts` are those of `Layer`, one for each layer. Returns, per layer,
+  its output [B, n, E], and its keys and values.
+  """
+  states, entries_of = [], []
+  for index, layer in enumerate(stack):
+    window = config.window_of(index)
+    memories = (pasts and pasts[index], prompts and prompts[index])
+    arguments = (x, by[window], bias[window], *memories)
+    x, entries = layers.traced_once(layer, type(layer).__call__, *arguments)
+    states.append(x)
+    entries_of.append(entries)
+  return states, entries_of
+
+
 class Decoder(nn.Module):
   """All layers, the final norm, and the output head of untied models."""
 
   config: LlamaConfig
   layout: base.Layout
   own_head: bool
+  layer_type: ClassVar[type[Layer]] = Layer
 
   def setup(self):
-    config = self.config
-    self.layers = [Layer(config, self.layout) for _ in range(config.num_layers)]
+    config, make = self.config, self.layer_type
+    self.layers = [make(config, self.layout) for _ in range(config.num_layers)]
     self.decoder_norm = norm(config)
     if self.own_head:
       self.logits_dense = layers.output_head(config, self.layout)
 
-  def over(self, x: jax.Array, mask: jax.Array, positions: jax.Array, depth: int = 0):
+  def over(self, x, mask, positions, depth: int = 0, prompts=None):
     """Applies the first `depth` layers, or all, to x [B, n, E], with a causal mask.
 
     `mask` [B, n] bool are slots that may be attended to; `positions` [B, n] int32 are
-    for the rotation. Returns, per layer, its output [B, n, E] before the final norm,
-    and its keys and values.
+    for the rotation; `prompts` are the `Memory` of each layer, if there are any.
+    Returns, per layer, its output [B, n, E] before the final norm, and its keys and
+    values.
     """
     config = self.config
     by = rotations(config, positions)
     causal = jnp.tril(jnp.ones((mask.shape[1],) * 2, bool))
     visible = mask[:, None] & mask[..., None] & causal[None]
     bias = biases(config, visible, positions, positions)
-    states, entries_of = [], []
-    for index, layer in enumerate(self.layers[: depth or None]):
-      window = config.window_of(index)
-      arguments = (x, by[window], bias[window])
-      x, entries = layers.traced_once(layer, Layer.__call__, *arguments)
-      states.append(x)
-      entries_of.append(entries)
-    return states, entries_of
+    return through(self.layers[: depth or None], config, x, by, bias, None, prompts)
 
   def prefill(self, x: jax.Array, mask: jax.Array):
     """Computes the keys and values of a prompt, in chunks if it is long.
@@ -380,27 +392,31 @@ class Decoder(nn.Module):
     """
     count, slots = x.shape[1], cache.self_keys[0].shape[2]
     slot = cache.length[:, None] + jnp.arange(count)[None]
-    # `cross_mask` excludes the prompt's last token, because that token is fed to output
-    # slot 0. Its position is the number of tokens before it.
-    before = jnp.sum(cache.cross_mask, axis=1, dtype=jnp.int32)
-    at = before[:, None] + slot
-    config, by = self.config, rotations(self.config, at)
-    in_prompt = prompt_positions(cache.cross_mask)
-    visible = cache.cross_mask[:, None] & is_token[..., None]
-    prompt_bias = biases(config, visible, at, in_prompt)
+    at, prompt_bias = self.prompt_bias(slot, cache.cross_mask, is_token)
+    config = self.config
     written_slots = jnp.arange(slots)[None]
     visible = (written_slots[:, None] <= slot[:, :, None]) & is_token[..., None]
     bias = biases(config, visible, slot, written_slots)
-    new_entries = []
-    for index, layer in enumerate(self.layers):
-      window = config.window_of(index)
-      entries = cache.cross_keys[index], cache.cross_values[index]
-      prompt = Memory(*entries, prompt_bias[window])
-      past = cache.self_keys[index], cache.self_values[index], cache.length
-      arguments = (x, by[window], bias[window], past, prompt)
-      x, entries = layers.traced_once(layer, Layer.__call__, *arguments)
-      new_entries.append(entries)
-    return self.decoder_norm(x), cache.advanced(new_entries, count)
+    pasts = [(*kept, cache.length) for kept in zip(cache.self_keys, cache.self_values)]
+    prompts = [
+      Memory(keys, values, prompt_bias[config.window_of(index)])
+      for index, (keys, values) in enumerate(zip(cache.cross_keys, cache.cross_values))
+    ]
+    by = rotations(config, at)
+    states, entries = through(self.layers, config, x, by, bias, pasts, prompts)
+    return self.decoder_norm(states[-1]), cache.advanced(entries, count)
+
+  def prompt_bias(self, slot: jax.Array, mask: jax.Array, is_token: jax.Array):
+    """The positions [B, n] of inputs at slots [B, n], and their biases to the prompt.
+
+    `mask` [B, S] are the prompt's tokens that may be attended to, and `is_token`
+    [B, n] the inputs that attend. The biases are [B, 1, n, S], per size of window.
+    """
+    # `mask` excludes the prompt's last token, because that token is fed to output slot
+    # 0. Its position is the number of tokens before it.
+    at = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None] + slot
+    visible = mask[:, None] & is_token[..., None]
+    return at, biases(self.config, visible, at, prompt_positions(mask))
 
 
 class Llama(served.LanguageModel):

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from osd_jax import base
-from osd_jax import cache as cache_lib
 from osd_jax.models import layers, llama, served, t5
 from osd_jax.models.shapes import T5GemmaConfig
 
@@ -43,11 +42,8 @@ class Encoder(nn.Module):
       distance = jnp.abs(positions[:, None] - positions[..., None])
       near = mask[:, None] & (distance <= window)
       bias[window] = layers.mask_bias(near if window else mask[:, None])[:, None]
-    for index, layer in enumerate(self.layers):
-      window = self.config.window_of(index)
-      arguments = (x, by[window], bias[window])
-      x, _ = layers.traced_once(layer, llama.Layer.__call__, *arguments)
-    return self.encoder_norm(x)
+    states, _ = llama.through(self.layers, self.config, x, by, bias)
+    return self.encoder_norm(states[-1])
 
 
 class DecoderLayer(llama.Layer):
@@ -75,56 +71,29 @@ class DecoderLayer(llama.Layer):
     return self.fed_forward(x), entries
 
 
-class Decoder(t5.Decoder):
+class Decoder(llama.Decoder):
   """The decoder stack, with the output head of untied models."""
 
   config: T5GemmaConfig
-
-  def setup(self):
-    config = self.config
-    self.layers = [DecoderLayer(config, self.layout) for _ in range(config.num_layers)]
-    self.decoder_norm = llama.norm(config)
-    if self.own_head:
-      self.logits_dense = layers.output_head(config, self.layout)
+  layer_type = DecoderLayer
+  cross_keys_values = t5.Decoder.cross_keys_values
 
   def at(self, x, cross, cross_mask, positions=None):
     """Teacher forcing: [B, P, E] after the final norm; see `t5.Decoder.at`."""
     places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     everywhere = jnp.ones(places.shape, bool)
-    x, _ = self._applied(x, everywhere, places, places, cross, cross_mask)
+    _, bias = self.prompt_bias(places, cross_mask, everywhere)
+    prompts = [llama.Memory(*entries, bias[0]) for entries in cross]
+    states, _ = self.over(x, everywhere, places, prompts=prompts)
+    x = states[-1]
     if positions is not None:
       x = jnp.take_along_axis(x, positions[..., None], axis=1)
     return self.decoder_norm(x)
 
-  def step(self, x: jax.Array, cache: cache_lib.KVCache, is_token: jax.Array):
-    """See `llama.Decoder.step`."""
-    count, slots = x.shape[1], cache.self_keys[0].shape[2]
-    places = cache.length[:, None] + jnp.arange(count)[None]
-    cross = zip(cache.cross_keys, cache.cross_values, strict=True)
-    past = [
-      (keys, values, cache.length)
-      for keys, values in zip(cache.self_keys, cache.self_values, strict=True)
-    ]
-    keys = jnp.arange(slots)[None]
-    arguments = (is_token, places, keys, cross, cache.cross_mask, past)
-    x, new_entries = self._applied(x, *arguments)
-    return self.decoder_norm(x), cache.advanced(new_entries, count)
-
-  def _applied(self, x, is_token, queries, keys, cross, cross_mask, past=None):
-    """Applies all layers at positions `queries` [B, n] with keys at [B or 1, T]."""
-    config = self.config
-    by = llama.rotations(config, queries)
-    is_token = is_token[..., None]
-    visible = (keys[:, None] <= queries[..., None]) & is_token
-    bias = llama.biases(config, visible, queries, keys)
-    cross_bias = layers.mask_bias(cross_mask[:, None] & is_token)[:, None]
-    past, new_entries = past or [None] * config.num_layers, []
-    for index, (layer, entries) in enumerate(zip(self.layers, cross, strict=True)):
-      window, source = config.window_of(index), llama.Memory(*entries, cross_bias)
-      arguments = (x, by[window], bias[window], past[index], source)
-      x, entries = layers.traced_once(layer, DecoderLayer.__call__, *arguments)
-      new_entries.append(entries)
-    return x, new_entries
+  def prompt_bias(self, slot: jax.Array, mask: jax.Array, is_token: jax.Array):
+    """See `llama.Decoder`; positions start after the prompt, which has no windows."""
+    bias = layers.mask_bias(mask[:, None] & is_token[..., None])[:, None]
+    return slot, dict.fromkeys((0, *self.config.windows), bias)
 
 
 class T5Gemma(t5.T5):

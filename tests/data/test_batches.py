@@ -8,15 +8,9 @@ import pytest
 
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.data.examples import TaskConfig, topic_examples, topic_task
-from osd_jax.data.vocabulary import Vocabulary
 from osd_tools.batches import BatchStream
 
 TASKS = (topic_task("sql", rows=60), topic_task("maths", rows=20))
-
-
-@pytest.fixture(scope="module")
-def vocabulary(repository) -> Vocabulary:
-  return Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
 
 
 def _config(**changes) -> BatchConfig:

@@ -26,11 +26,6 @@ LINES_OF_ALL_KINDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def vocabulary(repository) -> Vocabulary:
-  return Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
-
-
 @pytest.fixture
 def jsonl_task(tmp_path) -> TaskConfig:
   (tmp_path / "q.train.jsonl").write_text("\n".join(LINES_OF_ALL_KINDS) + "\n")
@@ -232,10 +227,6 @@ def damaged(draw):
   return bytes(line)
 
 
-def one_line(data: bytes) -> bytes:
-  return data.replace(b"\n", b" ")
-
-
 LINES = st.one_of(
   GOOD,
   OBJECTS.map(lambda value: json.dumps(value).encode()),
@@ -243,7 +234,7 @@ LINES = st.one_of(
   damaged(),
   st.binary(max_size=20),
   BOMBS,
-).map(one_line)
+).map(lambda line: line.replace(b"\n", b" "))
 
 
 def is_good(line: bytes) -> bool:
@@ -256,13 +247,6 @@ def is_good(line: bytes) -> bool:
     return False
 
 
-def read(folder, lines, vocabulary, preprocessor="identity"):
-  path = folder / "a.jsonl"
-  path.write_bytes(b"\n".join(lines))
-  task = TaskConfig("a", pattern=str(path), preprocessor=preprocessor)
-  return path, TaskExamples(task, vocabulary)
-
-
 @SETTINGS
 @hypothesis.given(
   lines=st.lists(LINES, min_size=1, max_size=6),
@@ -272,9 +256,11 @@ def test_every_line_is_read_or_reported_as_skipped(
   tmp_path, vocabulary, lines, preprocessor
 ):
   # The reader drops an empty last line, which would make the counts differ.
-  lines = [*lines, b"{}"]
+  lines, path = [*lines, b"{}"], tmp_path / "a.jsonl"
+  path.write_bytes(b"\n".join(lines))
+  task = TaskConfig("a", pattern=str(path), preprocessor=preprocessor)
   try:
-    path, found = read(tmp_path, lines, vocabulary, preprocessor)
+    found = TaskExamples(task, vocabulary)
   except ValueError as error:  # no line was usable; the error names file and line
     assert type(error) is base.InputError
     assert f"{len(lines)} were skipped" in str(error)
@@ -288,14 +274,6 @@ def test_every_line_is_read_or_reported_as_skipped(
     assert preprocessor != "identity" or not is_good(lines[number - 1])
   for number, example in enumerate(found.examples):
     assert len(found.tokens(number)[0]) > 1 and example.prompt.strip()
-
-
-@SETTINGS
-@hypothesis.given(bad=st.lists(LINES, max_size=4), good=GOOD, at=st.integers(0, 4))
-def test_good_line_is_read_between_bad_ones(tmp_path, vocabulary, bad, good, at):
-  lines = [*bad[:at], good, *bad[at:], b"{}"]
-  _, found = read(tmp_path, lines, vocabulary)
-  assert json.loads(good)["prompt"] in [example.prompt for example in found.examples]
 
 
 def test_drawn_lines_include_good_and_bad_ones():

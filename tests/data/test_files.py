@@ -82,14 +82,19 @@ WRITERS = {
 }
 
 
+def test_prompts_are_called_by_several_names(tmp_path):
+  (tmp_path / "a.csv").write_text("question,topic\nwhy?,travel\n")
+  found = examples.read_prompts(str(tmp_path / "a.csv"), "--file")
+  assert list(found) == [(2, "why?")]
+
+
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_gives_the_same_rows_and_prompts(tmp_path, repository, name):
+def test_every_format_gives_the_same_rows_and_prompts(tmp_path, vocabulary, name):
   path = tmp_path / name
   WRITERS[name](path)
   assert [row for _, row in read(path)] == ROWS
   prompts = [prompt for _, prompt in examples.read_prompts(str(path), "--file")]
   assert prompts == [row["prompt"] for row in ROWS]
-  vocabulary = Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
   task = TaskConfig("t", data_dir=str(tmp_path), pattern=name)
   found = TaskExamples(task, vocabulary)
   assert [(e.prompt, e.reference) for e in found.examples] == [
@@ -139,13 +144,12 @@ def test_faulty_rows_are_reported_with_their_line(tmp_path):
   ],
 )
 def test_file_without_prompts_is_named_for_what_it_is(
-  tmp_path, repository, name, content, message
+  tmp_path, vocabulary, name, content, message
 ):
   if name == "a.parquet":
     pytest.importorskip("pyarrow")
   path = tmp_path / name
   path.write_bytes(content)
-  vocabulary = Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
   task = TaskConfig("t", data_dir=str(tmp_path), pattern=name)
   for read_all in (
     lambda: list(examples.read_prompts(str(path), "--file")),
@@ -221,11 +225,3 @@ def test_conversations_are_read_and_encoded_with_the_chat_template(tmp_path):
   assert [e.reference for e in read_with(chat).examples] == ["three", "", "ho"]
   assert [e.reference for e in read_with(plain).examples] == ["three", "ho"]
   assert "set PairConfig.chat_template" in str(read_with(plain).skipped)
-
-
-def test_template_reads_other_fields(tmp_path):
-  path = tmp_path / "a.csv"
-  path.write_text("question,topic\nwhy?,travel\n")
-  assert list(examples.read_prompts(str(path), "--file")) == [(2, "why?")]
-  found = examples.read_prompts(str(path), "--file", "On {topic}: {question}")
-  assert list(found) == [(2, "On travel: why?")]

@@ -30,11 +30,6 @@ def data_extra():
   pytest.importorskip("seqio", reason="the extra `data` is not installed")
 
 
-@pytest.fixture(scope="module")
-def vocabulary(repository) -> Vocabulary:
-  return Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
-
-
 @pytest.fixture
 def jsonl_task(tmp_path) -> TaskConfig:
   (tmp_path / "q.train.jsonl").write_text("\n".join(LINES) + "\n")
@@ -55,16 +50,12 @@ def tfds_task(tmp_path_factory) -> TaskConfig:
     for i in range(20)
   ]
   rows[3]["question"] = "   "
+  text = tfds.features.Text()
+  features = {"question": text, "answer": text, "level": np.int64}
   tfds.dataset_builders.store_as_tfds_dataset(
     name="tiny_qa",
     version="1.0.0",
-    features=tfds.features.FeaturesDict(
-      {
-        "question": tfds.features.Text(),
-        "answer": tfds.features.Text(),
-        "level": np.int64,
-      }
-    ),
+    features=tfds.features.FeaturesDict(features),
     split_datasets={"train": list(enumerate(rows))},
     data_dir=folder,
   )
@@ -89,18 +80,6 @@ def test_tfds_examples_are_read_and_unusable_ones_skipped(tfds_task, vocabulary)
   (skipped,) = found.skipped
   assert skipped.startswith("tfds.tiny_qa:1.0.0.train:")
   assert skipped.endswith(": empty: 'question' is blank")
-
-
-def test_templates_can_use_tfds_fields(tfds_task, vocabulary):
-  task = dataclasses.replace(
-    tfds_task,
-    prompt="answer: {question}",
-    reference="{answer} {{sure}}",
-    rows=5,
-  )
-  found = TaskExamples(task, vocabulary).examples
-  possible = {(f"answer: What is {i}?", f"It is {i}. {{sure}}") for i in range(20)}
-  assert len(found) == 5 and {(e.prompt, e.reference) for e in found} < possible
 
 
 @pytest.mark.parametrize("changes", [{"pattern": "tfds:no_set"}, {"split": "dev"}])
@@ -246,11 +225,3 @@ def test_registering_a_different_task_under_the_same_name_is_refused(
   for other in others:
     with pytest.raises(base.InputError, match="'again' is already registered"):
       seqio_export.register(*other)
-
-
-def test_export_of_missing_files_names_the_pattern(tmp_path, vocabulary):
-  from osd_tools import seqio_export
-
-  task = TaskConfig("absent", data_dir=str(tmp_path), pattern="a.jsonl")
-  with pytest.raises(base.InputError, match=r"TaskConfig\.pattern .*a\.jsonl"):
-    seqio_export.register(task, vocabulary)

@@ -1,11 +1,10 @@
 """Tokenizers of decoder-only models: special tokens, chat templates, broken files."""
 
-import functools
 import json
 import sys
 
 import pytest
-import sentencepiece
+import tiny_pair
 
 from osd_jax import assets, base
 from osd_jax.data import chat
@@ -17,89 +16,13 @@ TEMPLATE = (
   "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]"
   " {{ message['content'] }}\n{% endfor %}"
   "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-# Short templates with the constructs of Qwen3's and Llama 3's.
-QWEN_3 = """
-{%- if messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(seeking=true, last=messages|length - 1) %}
-{%- for m in messages[::-1] %}
-    {%- if ns.seeking and m.role == 'user' and not m.content.startswith('<tool') %}
-        {%- set ns.seeking = false %}
-        {%- set ns.last = messages|length - 1 - loop.index0 %}
-    {%- endif %}
-{%- endfor %}
-{%- for m in messages %}
-    {%- set content = m.content if m.content is string else '' %}
-    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-    {%- elif m.role == 'assistant' %}
-        {%- if '</think>' in content and loop.index0 < ns.last %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}"""
-LLAMA_3 = """{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- set date_string = strftime_now("%d %b %Y") %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system = "" %}
-{%- endif %}
-{{- "<system>Today Date: " + date_string + "\\n\\n" }}
-{%- if tools is not none %}
-    {{- "Environment: ipython\\n" }}
-{%- endif %}
-{{- system + "<|eot_id|>" }}
-{%- for message in messages %}
-    {%- if not (message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<' + message['role'] + '>' + message['content'] | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<assistant>' }}
-{%- endif %}
-"""
-CONVERSATION = (
-  {"role": "system", "content": " Be brief.\n"},
-  {"role": "user", "content": "x"},
-  {"role": "assistant", "content": "<think>\nhm\n</think>\n\ny"},
-  {"role": "user", "content": "z"},
+  "{% if thinks is defined and thinks is false %}</think>{% endif %}"
 )
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  """The bytes of a SentencePiece model with Llama's special ids and byte fallback."""
-  folder = tmp_path_factory.mktemp("spm")
-  (folder / "text").write_text("\n".join(TEXTS * 40))
-  sentencepiece.SentencePieceTrainer.Train(
-    input=str(folder / "text"),
-    model_prefix=str(folder / "tokenizer"),
-    vocab_size=330,
-    model_type="bpe",
-    byte_fallback=True,
-    unk_id=0,
-    bos_id=1,
-    eos_id=2,
-    pad_id=-1,
-    normalization_rule_name="identity",
-    remove_extra_whitespaces=False,
-    hard_vocab_limit=False,
-    minloglevel=2,
-  )
-  return (folder / "tokenizer.model").read_bytes()
+def model():
+  return tiny_pair.llama_tokenizer()
 
 
 @pytest.fixture
@@ -220,23 +143,22 @@ def test_template_can_be_given_as_text(folder):
 
 
 def test_template_is_rendered_with_variables(folder):
-  load = lambda *variables: Vocabulary.load(folder, 0, QWEN_3, variables)
-  thinks, answers = load(), load(("enable_thinking", False))
-  assert answers.template("x") == thinks.template("x") + "<think>\n\n</think>\n\n"
-  assert thinks != answers == load(("enable_thinking", False))
+  load = lambda *variables: Vocabulary.load(folder, 0, TEMPLATE, variables)
+  thinks, answers = load(), load(("thinks", False))
+  assert answers.template("x") == thinks.template("x") + "</think>"
+  assert thinks != answers == load(("thinks", False))
   with pytest.raises(base.InputError, match="template_variables.*no chat template"):
-    Vocabulary.load(folder, variables=(("enable_thinking", False),))
+    Vocabulary.load(folder, variables=(("thinks", False),))
 
 
-def test_beginning_of_text_is_written_once(folder):
-  settings = {"chat_template": LLAMA_3, "bos_token": "<s>"}
-  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-  date = (("date_string", "26 Jul 2024"),)
-  ours = Vocabulary.load(folder, template="own", variables=date)
-  prompt = chat.Conversation(CONVERSATION)
-  assert ours.template(prompt).startswith("<s><system>Today Date: 26 Jul 2024\n\nBe b")
-  ids = ours.encode_prompt(prompt).tolist()
-  assert (*ids[:1], ids.count(1)) == (*ours.prefix, 1)
+def test_conversation_begins_with_one_beginning_of_text(folder):
+  vocabulary = Vocabulary.load(folder, template=TEMPLATE)
+  roles = ("system", "user", "assistant", "user")
+  messages = [{"role": role, "content": role[0]} for role in roles]
+  prompt = chat.Conversation(messages)
+  assert vocabulary.template(prompt).startswith("<s>[system] s\n[user] u\n[assistant]")
+  ids = vocabulary.encode_prompt(prompt).tolist()
+  assert (*ids[:1], ids.count(1)) == (*vocabulary.prefix, 1)
 
 
 @pytest.mark.parametrize(
@@ -344,23 +266,3 @@ def test_ids_of_llama_tokenizer_model_equal_those_of_transformers(
     if not set(expected[1:]) & {0, 1, 2}:
       written = theirs.decode(expected, skip_special_tokens=True)
       assert ours.decode(expected[1:]) == written
-
-
-@pytest.mark.parametrize("text", [QWEN_3, LLAMA_3], ids=["qwen 3", "llama 3"])
-def test_rendered_templates_equal_those_of_transformers(folder, text):
-  """Of a prompt, of conversations, and with further variables."""
-  theirs = pytest.importorskip("transformers").LlamaTokenizer.from_pretrained(folder)
-  settings = {"chat_template": text, "bos_token": "<s>", "eos_token": "</s>"}
-  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-  for variables in ({}, {"enable_thinking": False, "date_string": "1 May"}):
-    write = Vocabulary.load(folder, 0, "own", tuple(variables.items())).template
-    expected = functools.partial(
-      theirs.apply_chat_template,
-      chat_template=text,
-      tokenize=False,
-      add_generation_prompt=True,
-      **variables,
-    )
-    assert write(" x ") == expected([{"role": "user", "content": " x "}])
-    for messages in (CONVERSATION, CONVERSATION[1:], CONVERSATION[:2]):
-      assert write(chat.Conversation(messages)) == expected(list(messages))

@@ -2,9 +2,7 @@
 
 import ast
 import gzip
-import operator
 import pathlib
-import random
 import re
 import sqlite3
 import sys
@@ -20,7 +18,7 @@ _FOLDER = _ROOT / "experiments" / "shipped_pair"
 sys.path.insert(0, str(_FOLDER))
 import make_topics  # noqa: E402
 import topics  # noqa: E402
-from topics import finance, python, sql  # noqa: E402
+from topics import python, sql  # noqa: E402
 
 _SAMPLES = 2000
 
@@ -56,127 +54,15 @@ def test_maths_equations_are_correct_and_end_with_the_answer(samples):
     assert 1 <= len(results) <= 2
 
 
-@pytest.fixture(scope="module")
-def records() -> dict[str, list[dict]]:
-  """Tables of 40 rows; the numbers in a column are distinct, so sorts have no ties."""
-  rng = random.Random(0)
-  tables = {}
+def test_every_sql_reference_is_valid(samples):
+  database = sqlite3.connect(":memory:")
   for table, (text, numbers) in sql.SCHEMA.items():
-    columns = {
-      name: [rng.choice(sql.VALUES.get(name, (f"{name} a",))) for _ in range(40)]
-      for name in text
-    }
-    columns |= {name: rng.sample(range(1, 100), 40) for name in numbers}
-    tables[table] = [{name: columns[name][i] for name in columns} for i in range(40)]
-  return tables
-
-
-@pytest.fixture(scope="module")
-def database(records):
-  connection = sqlite3.connect(":memory:")
-  for table, rows in records.items():
-    connection.execute(f"CREATE TABLE {table} ({', '.join(rows[0])})")
-    marks = ", ".join("?" * len(rows[0]))
-    values = [tuple(row.values()) for row in rows]
-    connection.executemany(f"INSERT INTO {table} VALUES ({marks})", values)
-  yield connection
-  connection.close()
-
-
-def test_every_sql_reference_is_valid(samples, database):
+    database.execute(f"CREATE TABLE {table} ({', '.join((*text, *numbers))})")
   for example in samples["sql"]:
     database.execute(example.reference)
   # Negative control: SQLite refuses a column that the table does not have.
   with pytest.raises(sqlite3.OperationalError):
     database.execute("SELECT salary FROM clients;")
-
-
-_COMPARE = {
-  "above": operator.gt,
-  "below": operator.lt,
-  "at least": operator.ge,
-  "at most": operator.le,
-}
-_AGGREGATE = {
-  "average": lambda column: sum(column) / len(column),
-  "highest": max,
-  "lowest": min,
-  "total": sum,
-}
-_FILTER = r"with (\w+) (above|below|at least|at most) (\d+) and (\w+) '(\w+)'"
-
-
-def _selected(prompt: str, rows: list[dict]) -> list[dict]:
-  column, words, number, key, value = re.search(_FILTER, prompt).groups()
-  return [
-    row
-    for row in rows
-    if _COMPARE[words](row[column], int(number)) and row[key] == value
-  ]
-
-
-def test_sql_row_queries_return_the_requested_rows(samples, records, database):
-  pattern = r"\w+ the ([\w, ]+) of (?:all )?(\w+) with .* sorted by (\w+) (\w+)"
-  found = 0
-  for example in samples["sql"]:
-    match = re.match(pattern, example.prompt)
-    if match:
-      columns, table, key, order = match.groups()
-      rows = _selected(example.prompt, records[table])
-      rows.sort(key=operator.itemgetter(key), reverse=order == "descending")
-      limit = re.search(r"first (\d+) only", example.prompt)
-      rows = rows[: int(limit.group(1))] if limit else rows
-      names = re.split(", | and ", columns)
-      expected = [tuple(row[name] for name in names) for row in rows]
-      assert database.execute(example.reference).fetchall() == expected, example
-      found += len(rows)
-  assert found > 500  # so the pattern matched and the database had results
-
-
-def test_sql_aggregates_return_the_requested_values(samples, records, database):
-  found = 0
-  for example in samples["sql"]:
-    count = re.match(r"How many (\w+) are", example.prompt)
-    table = re.search(r"of (\w+) with", example.prompt)
-    if not count and not example.prompt.startswith("What is"):
-      continue
-    rows = _selected(example.prompt, records[(count or table).group(1)])
-    if not rows:
-      continue
-    aggregates = re.findall(
-      r"(?:the|their) (average|highest|lowest|total) (\w+)", example.prompt
-    )
-    expected = [
-      _AGGREGATE[word]([row[name] for row in rows]) for word, name in aggregates
-    ]
-    expected = [len(rows), *expected] if count else expected
-    (answer,) = database.execute(example.reference).fetchall()
-    assert answer == pytest.approx(tuple(expected)), example
-    found += 1
-  assert found > 200
-
-
-def test_sql_group_queries_return_the_requested_groups(samples, records, database):
-  pattern = (
-    r"For each (\w+) of (\w+) with (\w+) (above|below|at least|at most) (\d+), "
-    r"give the (\w+) (\w+) and the count"
-  )
-  found = 0
-  for example in samples["sql"]:
-    match = re.match(pattern, example.prompt)
-    if match:
-      key, table, column, words, number, word, name = match.groups()
-      groups = {}
-      for row in records[table]:
-        if _COMPARE[words](row[column], int(number)):
-          groups.setdefault(row[key], []).append(row[name])
-      answers = database.execute(example.reference).fetchall()
-      assert [answer[0] for answer in answers] == sorted(groups), example
-      for answer in answers:
-        group = groups[answer[0]]
-        assert answer[1:] == pytest.approx((_AGGREGATE[word](group), len(group)))
-        found += 1
-  assert found > 200
 
 
 _DATA, _OTHER = [5, 40, 12, 97, 61, 40, 3], [1, 2, 3]
@@ -250,22 +136,10 @@ def test_finance_figures_add_up(samples):
   assert kinds == {"difference", "total", "copy"}
 
 
-def test_finance_advice_matches_the_sector(samples):
-  for example in samples["finance"]:
-    (sector,) = [
-      value
-      for value in finance.SECTORS.values()
-      if re.search(rf" {value[0]}\b", example.prompt)
-    ]
-    assert example.reference.endswith(sector[1:]), example
-    bad_news = re.search("bad news|shrinking|weak", example.reference) is not None
-    assert example.reference.endswith(sector[2]) == bad_news, example
-
-
 def test_splits_are_disjoint_and_about_80_10_10():
   for topic in topics.TOPICS:
     prompts = {
-      split: {e.prompt for e in topics.generate(topic, split, 3000, seed)}
+      split: {e.prompt for e in topics.generate(topic, split, 1000, seed)}
       for split, seed in zip(topics.SPLITS, (0, 1, 2), strict=True)
     }
     assert not prompts["train"] & prompts["eval"]

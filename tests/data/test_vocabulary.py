@@ -20,13 +20,8 @@ TEXTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def demo(repository) -> Vocabulary:
-  return Vocabulary.load(repository / "osd_jax/assets/demo_vocabulary.model")
-
-
-def _train(path: pathlib.Path, **settings) -> pathlib.Path:
-  """Trains a small model, with T5's special ids by default, and saves it to `path`."""
+def trained(path: pathlib.Path, **settings) -> pathlib.Path:
+  """Trains a small model, with T5's special ids by default, and writes it to `path`."""
   ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, **settings}
   model = io.BytesIO()
   sentences = [f"{a} {b} number {n}" for a in "xyz" for b in "uvw" for n in range(50)]
@@ -43,7 +38,7 @@ def _train(path: pathlib.Path, **settings) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Vocabulary:
-  return Vocabulary.load(_train(tmp_path_factory.mktemp("small") / "small.model"))
+  return Vocabulary.load(trained(tmp_path_factory.mktemp("small") / "small.model"))
 
 
 def test_t5_sentinels_have_their_published_ids(shared_data):
@@ -57,13 +52,11 @@ def test_t5_ids_equal_those_of_sentencepiece(shared_data):
   """Published T5 checkpoints contain the model as spiece.model."""
   folder = shared_data / "tokenizers/t5"
   theirs = sentencepiece.SentencePieceProcessor(str(folder / "spiece.model"))
-  for vocabulary in (Vocabulary.load(folder), Vocabulary.load(folder, extra_ids=100)):
-    assert vocabulary.path == str(folder / "spiece.model")
+  for own in (Vocabulary.load(folder), Vocabulary.load(folder, extra_ids=100)):
+    assert own.path == str(folder / "spiece.model")
     for text in TEXTS:
-      assert vocabulary.encode(text) == theirs.EncodeAsIds(text), text
-      assert vocabulary.decode(vocabulary.encode(text)) == theirs.DecodeIds(
-        theirs.EncodeAsIds(text)
-      )
+      ids = theirs.EncodeAsIds(text)
+      assert own.encode(text) == ids and own.decode(ids) == theirs.DecodeIds(ids), text
 
 
 def test_folder_without_a_model_is_refused(tmp_path):
@@ -71,35 +64,35 @@ def test_folder_without_a_model_is_refused(tmp_path):
     Vocabulary.load(tmp_path)
 
 
-def test_decode_inverts_encode_and_stops_at_the_first_eos(demo):
+def test_decode_inverts_encode_and_stops_at_the_first_eos(vocabulary):
   text = "def f(a):\n    return a + 1"
-  ids = demo.encode_with_eos(text)
+  ids = vocabulary.encode_with_eos(text)
   assert ids.dtype == np.int32 and ids[-1] == 1 and 1 not in ids[:-1]
-  assert demo.decode(ids) == text
-  assert demo.decode([0, 0, *ids, *demo.encode("more"), 0]) == text
-  assert demo.decode(np.asarray(demo.encode(text))) == text
+  assert vocabulary.decode(ids) == text
+  assert vocabulary.decode([0, 0, *ids, *vocabulary.encode("more"), 0]) == text
+  assert vocabulary.decode(np.asarray(vocabulary.encode(text))) == text
 
 
-def test_ids_beyond_the_vocabulary_decode_as_unknown(demo):
-  unknown = demo.decode([demo.processor.unk_id()])
-  assert demo.decode([demo.size + 7]) == unknown != ""
+def test_ids_beyond_the_vocabulary_decode_as_unknown(vocabulary):
+  unknown = vocabulary.decode([vocabulary.processor.unk_id()])
+  assert vocabulary.decode([vocabulary.size + 7]) == unknown != ""
 
 
-def test_pieces_are_in_id_order(demo):
-  assert len(demo.pieces) == demo.size
-  assert demo.pieces[1] == "</s>"
-  ids = demo.encode("revenue rose")
-  spelled = "".join(demo.pieces[i] for i in ids)
+def test_pieces_are_in_id_order(vocabulary):
+  assert len(vocabulary.pieces) == vocabulary.size
+  assert vocabulary.pieces[1] == "</s>"
+  ids = vocabulary.encode("revenue rose")
+  spelled = "".join(vocabulary.pieces[i] for i in ids)
   assert spelled.replace("▁", " ").strip() == "revenue rose"
 
 
-def test_vocabularies_compare_by_content_and_not_by_path(demo, small, tmp_path):
+def test_vocabularies_compare_by_content_and_not_by_path(vocabulary, small, tmp_path):
   copy = tmp_path / "copy.model"
-  copy.write_bytes(pathlib.Path(demo.path).read_bytes())
-  assert Vocabulary.load(copy) == demo
-  assert hash(Vocabulary.load(copy)) == hash(demo)
-  assert small != demo
-  assert Vocabulary.load(demo.path, extra_ids=1) != demo
+  copy.write_bytes(pathlib.Path(vocabulary.path).read_bytes())
+  assert Vocabulary.load(copy) == vocabulary
+  assert hash(Vocabulary.load(copy)) == hash(vocabulary)
+  assert small != vocabulary
+  assert Vocabulary.load(vocabulary.path, extra_ids=1) != vocabulary
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a model", b"\x0a" * 100])
@@ -112,12 +105,12 @@ def test_missing_or_invalid_model_file_is_refused(tmp_path, content):
 
 
 def test_special_ids_other_than_t5s_are_refused(tmp_path):
-  path = _train(tmp_path / "llama.model", pad_id=-1, eos_id=2, unk_id=0, bos_id=1)
+  path = trained(tmp_path / "llama.model", pad_id=-1, eos_id=2, unk_id=0, bos_id=1)
   with pytest.raises(ValueError, match="end-of-sequence id 2, expected 0 and 1"):
     Vocabulary.load(path)
 
 
 @pytest.mark.parametrize("extra_ids", [-1, 1.5, "3"])
-def test_invalid_extra_ids_are_refused(demo, extra_ids):
+def test_invalid_extra_ids_are_refused(vocabulary, extra_ids):
   with pytest.raises(ValueError, match="extra_ids"):
-    Vocabulary.load(demo.path, extra_ids=extra_ids)
+    Vocabulary.load(vocabulary.path, extra_ids=extra_ids)

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import harness
-from models.fixtures import make_hugging_face as maker
-from models.test_hf_llama import made
+from models.test_hf_models import made
 
 from osd_jax.decoding import sampling
 from osd_jax.engine import generation_config
@@ -32,6 +31,16 @@ def transformers():
   return pytest.importorskip("transformers", reason="`make test-hf` installs it")
 
 
+def compare(logits, text, settings, expected):
+  """Compares the distributions after texts [B, T] with the expected ones [B, V]."""
+  ours = harness.settings_of(5, max_length=1, **settings)
+  before = jnp.asarray(text, jnp.int32)
+  rows = sampling.penalized(jnp.asarray(logits)[:, None], ours, before, before[:, :0])
+  found = np.asarray(sampling.processed_probs(rows, ours))[:, 0]
+  assert np.array_equal(found > 0, expected > 0)
+  np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_distributions_equal_those_of_transformers(transformers, settings):
   """In the order in which `generate` of transformers applies its processors."""
@@ -53,12 +62,7 @@ def test_distributions_equal_those_of_transformers(transformers, settings):
     if name in settings:
       scores = kind(settings[name])(torch.tensor(text), scores)
   expected = torch.softmax(scores, dim=-1).numpy()
-  ours = harness.settings_of(5, max_length=1, **settings)
-  before = jnp.asarray(text, jnp.int32)
-  rows = sampling.penalized(jnp.asarray(logits)[:, None], ours, before, before[:, :0])
-  found = np.asarray(sampling.processed_probs(rows, ours))[:, 0]
-  assert np.array_equal(found > 0, expected > 0)
-  np.testing.assert_allclose(found, expected, atol=1e-6)
+  compare(logits, text, settings, expected)
 
 
 PUBLISHED = [
@@ -95,27 +99,21 @@ def test_generation_config_is_read_as_in_transformers(transformers, tmp_path, fi
   expected = torch.softmax(scores, dim=-1).numpy()
   if not stated.do_sample:
     expected = np.eye(96)[scores.argmax(-1).numpy()]
-  own = generation_config.read(tmp_path)
-  ours = harness.settings_of(5, max_length=1, **vars(own))
-  before = jnp.asarray(text, jnp.int32)
-  rows = sampling.penalized(jnp.asarray(logits)[:, None], ours, before, before[:, :0])
-  found = np.asarray(sampling.processed_probs(rows, ours))[:, 0]
-  assert np.array_equal(found > 0, expected > 0)
-  np.testing.assert_allclose(found, expected, atol=1e-6)
+  compare(logits, text, vars(generation_config.read(tmp_path)), expected)
 
 
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("penalty", [1.3, 0.7])
-@pytest.mark.parametrize("kind", ["llama", "qwen 3", "t5_1_1"])
+@pytest.mark.parametrize("kind", ["llama", "qwen 3", "t5 1.1"])
 def test_greedy_text_with_a_penalty_equals_transformers(
   transformers, tmp_path, kind, penalty, k
 ):
   import torch
 
   is_t5 = kind.startswith("t5")
-  model = maker.tiny_model(kind, 7) if is_t5 else made(transformers, kind)
+  model = made(transformers, kind)
   model.save_pretrained(tmp_path)
-  weights = hugging_face.read(tmp_path)
+  weights = hugging_face.load(tmp_path)
   source = np.random.default_rng(0).integers(3, 48, (1, 9)).astype(np.int32)
   theirs = model.generate(
     torch.tensor(source),

@@ -156,6 +156,8 @@ def test_rope_scaling_divides_only_low_frequencies():
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ({"eos_token_id": None}, "eos_token_id"),
     ({"hidden_size": None}, "hidden_size: received nothing"),
+    ({"max_position_embeddings": None}, "max_position_embeddings"),
+    ({"rope_scaling": {"type": "linear"}}, "factor: received nothing"),
     ({"use_bidirectional_attention": True}, "attention to later tokens"),
   ],
 )

@@ -14,7 +14,6 @@ from osd_jax.distillation import update
 from osd_jax.engine import server
 from osd_jax.engine.requests import DecodingConfig, Request
 from osd_jax.models import weights
-from osd_jax.models.convert import hugging_face
 
 DECODING = DecodingConfig(
   rows=2, source_lengths=(16,), target_length=12, num_draft_tokens=3
@@ -137,21 +136,3 @@ def test_target_can_be_trained_as_a_draft(configs):
   loss = lambda params: jnp.mean(pair.target.score(params, source, mask, source) ** 2)
   gradient = jax.jit(jax.grad(loss))(pair.target_params)
   assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient))
-
-
-def test_folder_in_bfloat16_is_served_as_it_is(configs, tmp_path):
-  config = configs["float32"]
-  folder = hugging_face.write(tmp_path / "model", weights.load(config.target))
-  path = folder / "model.safetensors"
-  import safetensors.flax
-
-  tensors = safetensors.flax.load_file(path)
-  halves = {name: x.astype(jnp.bfloat16) for name, x in tensors.items()}
-  safetensors.flax.save_file(halves, path, metadata={"format": "pt"})
-  found = hugging_face.read(folder, as_stored=True).params
-  wanted = weights.load(config.target).params
-  for leaf, expected in zip(
-    jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True
-  ):
-    assert leaf.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(leaf.astype(np.float32), expected)

@@ -121,14 +121,3 @@ def test_layers_share_one_trace(name):
     assert len(inner) >= depth
     traced.append(len({id(found) for found in inner}))
   assert traced[0] == traced[1] <= 3
-
-
-def test_equal_configs_give_the_same_model_object():
-  twin = dataclasses.replace(CONFIG)
-  assert families.build(CONFIG) is families.build(twin)
-  assert families.build(CONFIG) is not families.build(TIED)
-
-
-def test_config_with_a_list_of_activations_is_hashable():
-  config = dataclasses.replace(CONFIG, mlp_activations=["gelu", "linear"])
-  assert config == CONFIG and hash(config) == hash(CONFIG)

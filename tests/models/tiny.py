@@ -3,9 +3,9 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from osd_jax.base import EOS_ID
 from osd_jax.models.shapes import T5GemmaConfig
 from osd_jax.testing import TINY_LLAMA, TINY_T5
 
@@ -53,20 +53,20 @@ def random_params(model, seed):
 
 
 def greedy(weights, source, count):
-  """Decodes greedily, one token per call.
+  """Decodes prompts [B, S] greedily, one token per call.
 
   Returns:
     Token ids [B, count], 0 after end-of-sequence.
   """
   model = weights.model
-  served = model.prepare(weights.params)
+  served, mask = model.prepare(weights.params), model.mask(source)
   decode = jax.jit(model.decode)
-  cache = jax.jit(model.prefill, static_argnums=3)(served, source, source != 0, count)
-  token, emitted = np.zeros((len(source), 1), np.int32), []
+  cache = jax.jit(model.prefill, static_argnums=3)(served, source, mask, count)
+  token, emitted = np.asarray(model.starts(jnp.asarray(source)))[:, None], []
   for _ in range(count):
     logits, cache = decode(served, token, cache)
     token = np.argmax(logits[:, -1:], axis=-1).astype(np.int32)
     emitted.append(token)
   tokens = np.concatenate(emitted, axis=1)
-  ended = np.cumsum(tokens == EOS_ID, axis=1) - (tokens == EOS_ID) > 0
-  return np.where(ended, 0, tokens)
+  ends = np.isin(tokens, model.eos_ids)
+  return np.where(np.cumsum(ends, axis=1) - ends > 0, 0, tokens)

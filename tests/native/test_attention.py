@@ -158,26 +158,3 @@ def test_only_attention_with_caps_is_computed_by_xla(cap):
   text = jax.jit(model.decode).lower(served, source[:, :1], cache).as_text()
   assert ("osd_jax_attention" in text) == (not cap)
   assert "osd_jax_product" in text
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_model_with_native_code_decodes_like_with_xla(tied):
-  config = dataclasses.replace(tiny.CONFIG, tied_head=tied)
-  model = families.build(config)
-  params = tiny.random_params(families.build(config), 1)
-  rng = np.random.default_rng(2)
-  source = rng.integers(3, config.vocab_size, (2, 9))
-  tokens = rng.integers(3, config.vocab_size, (2, 6))
-  served = model.prepare(params)
-
-  def logits():
-    cache = model.prefill(served, source, source > 0, 12)
-    first, cache = jax.jit(model.decode)(served, tokens[:, :4], cache)
-    second, _ = jax.jit(model.decode)(served, tokens[:, 4:], cache)
-    return np.concatenate([first, second], axis=1)
-
-  got = logits()
-  with native.off():
-    want = logits()
-  assert np.any(got != want)
-  np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())

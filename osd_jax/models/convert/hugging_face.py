@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import flax.traverse_util
 import ml_dtypes
 import numpy as np
 import safetensors
@@ -82,7 +81,7 @@ def config_to(config: ModelConfig) -> dict[str, Any]:
   return _FAMILIES[type(config)].config_to(config)
 
 
-def read(folder: str | Path, as_stored: bool = False) -> Weights:
+def load(folder: str | Path, as_stored: bool = False) -> Weights:
   """Reads a model folder that transformers wrote, tensor by tensor.
 
   The folder contains `config.json`, and `model.safetensors` in one file or in shards.
@@ -194,7 +193,7 @@ def write(
       " remove it or choose another."
     )
   fields = config_to(weights.config)
-  flat = flax.traverse_util.flatten_dict(weights.params, sep="/")
+  flat = tensors_lib.flat(weights.params)
   tensors_lib.check(
     tensors_lib.shapes(weights.params),
     weights_lib.expected_shapes(weights.config),

@@ -25,6 +25,7 @@ from osd_jax.engine.requests import (
   Request,
   SamplingConfig,
 )
+from osd_jax.loop import rows as rows_lib
 from osd_jax.loop.loop import Loop, Settings
 from osd_serve import protocol
 from osd_serve.metrics import Metrics, finish_reason
@@ -157,11 +158,11 @@ class Service:
     compiled = time.perf_counter()
     self.loop.restore()
     self.loop.start(
-      {
-        "loading_ms": (loaded - started) * 1e3,
-        "compiling_ms": (compiled - loaded) * 1e3,
-        "measuring_ms": 0.0,
-      }
+      rows_lib.Start(
+        loading_ms=(loaded - started) * 1e3,
+        compiling_ms=(compiled - loaded) * 1e3,
+        measuring_ms=0.0,
+      )
     )
     self.scheduler.start(self.loop.step)
 

@@ -18,6 +18,7 @@ from osd_jax.engine.requests import (
   Request,
   SamplingConfig,
 )
+from osd_jax.loop import meter
 
 pytestmark = pytest.mark.slow
 
@@ -217,7 +218,7 @@ def test_acceptance_divides_sums_of_counters():
     types.SimpleNamespace(accepted=a, drafted=d, tokens=np.zeros(n), target_calls=c)
     for a, d, n, c in ((1, 2, 3, 2), (9, 10, 12, 3))
   ]
-  found = evaluate.acceptance(done)
+  found = meter.acceptance(done)
   assert found["draft_acceptance_rate"] == pytest.approx(10 / 12)
   assert found["tokens_per_target_call"] == 3
 
@@ -229,16 +230,16 @@ def test_drafts_with_equal_file_names_are_labelled_by_path():
 
 def test_token_accuracy_is_one_on_the_targets_own_answers(config):
   bench = evaluate.Bench(config)
-  leaves = [jax.tree.leaves(pair.target_params) for pair in bench.pairs]
+  leaves = [jax.tree.leaves(pair.target_params) for pair in bench.pairs.values()]
   assert all(one is other for one, other in zip(*leaves, strict=True))  # one copy
-  answers = bench.answers()
-  before = [found for found in bench._token_accuracies() if found is not None]
+  answers = bench.plain().run(bench.requests)
+  before = [found for found in bench.token_accuracies() if found is not None]
   assert len(before) == 6 and np.mean(before) < 0.5  # negative control
   bench.prompts = [
     dataclasses.replace(prompt, reference=done.tokens)
     for prompt, done in zip(bench.prompts, answers, strict=True)
   ]
-  assert bench._token_accuracies() == [1.0] * 6
+  assert bench.token_accuracies() == [1.0] * 6
 
 
 @pytest.mark.parametrize(

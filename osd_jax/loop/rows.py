@@ -247,7 +247,7 @@ class Request(Row):
   ] = None
   run_seconds: Annotated[
     float, Doc("s", "wall time since the first request, over all sessions of the run")
-  ]
+  ] = 0.0
   saved_seconds: Annotated[
     float | None,
     Doc(

@@ -17,6 +17,7 @@ from osd_jax.report import plots
 pytest.importorskip("matplotlib", reason="the extra [plots] is not installed")
 
 SERVED = list(plots.PLOTS)[:6]  # the plots of an online run
+overlap = plots.PLOTS["distribution_overlap"][0]
 
 
 def names(drawn):
@@ -59,7 +60,7 @@ def test_same_rows_give_the_same_files_and_ids_differ_between_plots(tmp_path):
 
 def test_overlap_plot_shows_trailing_means_and_shifts():
   rows = synthetic_run.rows(120)
-  axes = plots.overlap(rows).axes[0]
+  axes = overlap(rows).axes[0]
   for name, field in (("online draft", "overlap"), ("frozen draft", "floor_overlap")):
     values = [getattr(row, field) for row in requests(rows)]
     assert lines(axes)[name].get_ydata()[-1] == pytest.approx(np.mean(values[-25:]))
@@ -75,7 +76,7 @@ def test_trailing_mean_restarts_at_a_shift():
     made_rows.request(i, source="ab"[i >= 40], overlap=level)
     for i, level in enumerate([0.9] * 40 + [0.3] * 40)
   ]
-  means = lines(plots.overlap(rows).axes[0])["online draft"].get_ydata()
+  means = lines(overlap(rows).axes[0])["online draft"].get_ydata()
   assert set(np.round(means[np.isfinite(means)], 6)) == {0.9, 0.3}
   assert np.isnan(means[40])  # the line is interrupted between the topics
 
@@ -96,7 +97,7 @@ def test_pauses_are_shaded_and_interrupt_the_loss_line():
     left, right = span.get_x(), span.get_x() + span.get_width()
     assert not np.any((x[:-1] < left) & (x[1:] > right))
   without = [dataclasses.replace(row, paused=False) for row in requests(rows)]
-  assert not plots.overlap(without).axes[0].patches
+  assert not overlap(without).axes[0].patches
 
 
 def test_every_topic_has_its_own_panel():
@@ -155,7 +156,7 @@ def test_unmeasured_values_are_not_drawn(tmp_path):
   assert "distribution_overlap" in drawn and not {"time_saved", "update_loss"} & {
     *drawn
   }
-  assert legend(plots.overlap(rows).axes[0]) == ["online draft"]
+  assert legend(overlap(rows).axes[0]) == ["online draft"]
 
 
 def test_outliers_are_cut_off_and_counted():
@@ -190,7 +191,7 @@ def test_saved_time_is_drawn_against_both_rivals():
 
 def test_long_topic_names_are_shortened_to_their_segment():
   rows = [made_rows.request(i, source=f"a long name {i // 10}") for i in range(80)]
-  shown = [text.get_text() for text in plots.overlap(rows).axes[0].texts]
+  shown = [text.get_text() for text in overlap(rows).axes[0].texts]
   assert len(shown) == 8 and all(text.endswith("…") for text in shown)
 
 

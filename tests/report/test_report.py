@@ -164,8 +164,11 @@ def test_outputs_that_are_not_exact_stand_out(run):
 
 def test_unfinished_run_is_marked(run):
   assert "not finished" in _Page(_report(run)).text
+  run.stop()  # as a server does, which can go on
+  text = _Page(_report(run)).text
+  assert "stopped in order 20" in text and "not finished" not in text
   run.finish()
-  assert "not finished" not in _Page(_report(run)).text
+  assert not re.search("not finished|stopped", _Page(_report(run)).text)
 
 
 @pytest.mark.parametrize("content", [None, "GIF89a"])

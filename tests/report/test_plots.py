@@ -189,18 +189,6 @@ def test_saved_time_is_drawn_against_both_rivals():
   assert plots.saved(unpriced) is None
 
 
-def test_long_topic_names_are_shortened_to_their_segment():
-  rows = [made_rows.request(i, source=f"a long name {i // 10}") for i in range(80)]
-  shown = [text.get_text() for text in overlap(rows).axes[0].texts]
-  assert len(shown) == 8 and all(text.endswith("…") for text in shown)
-
-
-def test_run_without_matplotlib_continues_with_a_note(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, "matplotlib", None)
-  drawn, note = plots.draw_plots(synthetic_run.rows(8), tmp_path)
-  assert not drawn and "Plots were left out" in note and "osd-jax[plots]" in note
-
-
 def test_importing_runs_and_report_loads_no_plotting_library():
   code = (
     "import sys, osd_jax.report.page, osd_jax.runs\n"

@@ -98,10 +98,3 @@ def test_notebook_uses_plain_lines(monkeypatch):
   assert isinstance(progress.bar(book), progress._Lines)
   with progress.status(book, "timing"):
     pass
-
-
-def test_status_is_printed_as_a_line():
-  plain = console()
-  with progress.status(plain, "timing"):
-    pass
-  assert plain.file.getvalue() == "timing ...\n"

@@ -147,15 +147,6 @@ def test_colours_follow_the_scheme_of_the_page(run):
   assert light == dark == set(page._THEMED.values()) | {"--card"}
 
 
-def test_report_can_be_written_without_plots_and_outputs(run):
-  run.outputs_path.unlink()
-  note = "Plots were left out: no matplotlib"
-  text = page.write_report(run, Summary("t"), [], note).read_text()
-  shown = _Page(text)
-  assert "Plots were left out" in shown.text and "svg" not in shown.tags
-  assert "What was served" not in shown.text
-
-
 def test_outputs_that_are_not_exact_stand_out(run):
   found = Summary("t", notes=["All equal.", "NOT EXACT, please report this."])
   text = page.write_report(run, found, []).read_text()

@@ -451,17 +451,3 @@ def test_memory_of_a_written_step_is_returned(tmp_path, monkeypatch):
   with checkpoint.Checkpointer(tmp_path, 1) as saved:
     saved.save(1, {"a": jnp.zeros(3)}, {})
   assert seen == [True]
-
-
-def test_steps_are_written_on_a_low_priority_thread(tmp_path, monkeypatch):
-  niceness, checksums = [], checkpoint._checksums
-
-  def noting(arrays):
-    niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-    return checksums(arrays)
-
-  monkeypatch.setattr(checkpoint, "_checksums", noting)
-  own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-  with runs.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, {"x": jnp.zeros(1)}, {})
-  assert niceness and niceness[0] > own

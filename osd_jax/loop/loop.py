@@ -482,9 +482,8 @@ class Loop:
   def forget_memory(self) -> None:
     """Removes copies of the n-gram cache from the disk; see `submit`."""
     if self._checkpointer is not None and self._keeps_tokens and not self.failure:
-      arrays, server = self._state()
-      host = {"finished": self.finished, "source": {}, "server": server}
-      self._checkpointer.rewrite(self.finished, arrays, host)
+      self.checkpoint(replace=True)
+      self._checkpointer.remove_older()
 
   def load(self, params: base.Params) -> int:
     """Goes on from another draft, and returns its version; see `submit`.

@@ -507,7 +507,8 @@ def parse(entry: Mapping[str, Any]) -> Row | None:
   names = {field.name for field in dataclasses.fields(cls)}
   values = {name: value for name, value in values.items() if name in names}
   if cls is Request and values.get("certificate"):
-    values["certificate"] = certificate_lib.from_json(values["certificate"])
+    certificate = base.from_json(values["certificate"], certificate_lib.Certificate)
+    values["certificate"] = certificate
   try:
     return cls(**values)
   except TypeError as error:

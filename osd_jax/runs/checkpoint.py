@@ -17,6 +17,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import sys
 import threading
 import warnings
@@ -189,6 +190,14 @@ class Checkpointer:
     # With several processes orbax runs collectives, which need the same order on all.
     if jax.process_count() > 1:
       self.wait()
+
+  def remove_older(self) -> None:
+    """Removes all but the newest step, for data that must leave the disk."""
+    *older, _ = self.steps()
+    for step in older:
+      self._manager.delete(step)
+    for path in self._directory.glob("unused_*"):
+      shutil.rmtree(path)
 
   def _write(
     self, step: int, latest: int, arrays: Mapping[str, Any], facts: Mapping[str, Any]

@@ -614,7 +614,10 @@ class Loop:
     if self._checkpointer is not None:
       try:
         if self.settings.is_live and is_complete:
-          self._close_live()
+          self.copy_memory()
+          if not self._keeps_tokens:  # the checkpoint has no update in progress
+            self._log_update(self.server.finish_learning())
+          self.checkpoint(replace=True)
       finally:
         # The checkpoints are completed first, so that a failed write is reported before
         # the results exist.
@@ -626,10 +629,3 @@ class Loop:
     self.server.close()
     self.log.close()
     return is_complete
-
-  def _close_live(self) -> None:
-    """Saves the last step of a live loop."""
-    self.copy_memory()
-    if not self._keeps_tokens:  # the checkpoint has no update in progress
-      self._log_update(self.server.finish_learning())
-    self.checkpoint(replace=True)

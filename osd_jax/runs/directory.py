@@ -166,7 +166,8 @@ class RunDirectory:
 
   def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
     # A mistyped setting must not leave a folder that refuses the corrected one.
-    if error is not None and self._is_new and not self._has_rows():
+    has_rows = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+    if error is not None and self._is_new and not has_rows:
       self._remove(*_FIRST, _LOCK)
       for folder in self._made:
         if not any(folder.iterdir()):
@@ -285,9 +286,6 @@ class RunDirectory:
       return datetime.datetime.fromisoformat([notes, *notes["resumed"]][-1]["started"])
     seconds = self.metrics_path.stat().st_mtime
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-
-  def _has_rows(self) -> bool:
-    return self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
 
   def _remove(self, *names: str) -> None:
     for name in names:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import made_rows
@@ -187,14 +185,3 @@ def test_saved_time_is_drawn_against_both_rivals():
   assert (plain == 2 * frozen).all()
   unpriced = [dataclasses.replace(row, saved_seconds=None) for row in rows]
   assert plots.saved(unpriced) is None
-
-
-def test_importing_runs_and_report_loads_no_plotting_library():
-  code = (
-    "import sys, osd_jax.report.page, osd_jax.runs\n"
-    "print([m for m in ('matplotlib', 'tensorboardX') if m in sys.modules])"
-  )
-  out = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True
-  )
-  assert out.stdout.strip() == "[]"

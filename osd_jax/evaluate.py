@@ -447,8 +447,10 @@ def _certify(
       total += judged
       k, rows = decoding.num_draft_tokens, decoding.rows
       bar.update(task, description=f"K {k}, rows {rows}")
-      fields = judged.row() | acceptance(answers) | {"check": None}
-      del fields["tokens_per_target_call"]  # of several drafts, as they are swapped
+      fields = judged.row()
+      del fields["check"]  # the same in every row
+      # Tokens per call are not logged: those of several drafts, which are swapped.
+      fields["draft_acceptance_rate"] = acceptance(answers)["draft_acceptance_rate"]
       log.write(rows_lib.Certified(K=k, rows=rows, draft=name, **fields))
   return total, ""
 

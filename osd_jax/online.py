@@ -175,17 +175,11 @@ def begin(
     server.warm_up(config.learns)
   with shows("compiling measurements"):
     loop.meter.warm_up()
-  compiled, measuring_ms = time.perf_counter(), 0.0
+  compiled, measuring = time.perf_counter(), 0.0
   if not loop.restore():
     with shows("filling the buffer and measuring costs"):
-      measuring_ms = _prepare(config, loop, sampling, announce)
-  loop.start(
-    rows_lib.Start(
-      loading_ms=(loaded - started) * 1e3,
-      compiling_ms=(compiled - loaded) * 1e3,
-      measuring_ms=measuring_ms,
-    )
-  )
+      measuring = _prepare(config, loop, sampling, announce)
+  loop.start(loaded - started, compiled - loaded, measuring)
   return loop
 
 
@@ -197,7 +191,7 @@ def _prepare(
 ) -> float:
   """Logs the data, fills the buffer, and measures costs before the first request.
 
-  Returns the milliseconds that measuring costs took.
+  Returns the seconds that measuring costs took.
   """
   server, log, stream = loop.server, loop.log, loop.source.stream
   runs.check_space(config, server.state()[0])
@@ -223,4 +217,4 @@ def _prepare(
     log.write(rows_lib.Costs(**vars(costs)))
     if config.learns:
       server.learner.costs = costs
-  return (time.perf_counter() - started) * 1e3
+  return time.perf_counter() - started

@@ -25,7 +25,6 @@ from osd_jax.engine.requests import (
   Request,
   SamplingConfig,
 )
-from osd_jax.loop import rows as rows_lib
 from osd_jax.loop.loop import Loop, Settings
 from osd_serve import protocol
 from osd_serve.metrics import Metrics, finish_reason
@@ -157,13 +156,7 @@ class Service:
     background.return_memory()  # compiling needs more than serving
     compiled = time.perf_counter()
     self.loop.restore()
-    self.loop.start(
-      rows_lib.Start(
-        loading_ms=(loaded - started) * 1e3,
-        compiling_ms=(compiled - loaded) * 1e3,
-        measuring_ms=0.0,
-      )
-    )
+    self.loop.start(loaded - started, compiled - loaded)
     self.scheduler.start(self.loop.step)
 
   def encode(self, text: str | tuple[int, ...], is_chat: bool) -> np.ndarray:

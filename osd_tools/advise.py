@@ -111,9 +111,8 @@ def advise(
   with progress.status(console, "scoring the answers with the target"):
     answers = scored(pair, examples, decoding)
   drafted = max(costs.online.num_draft_tokens)
-  progress_bar = progress.bar(console)
-  with progress_bar:
-    courses = _courses(config, pair, answers, costs, drafted, progress_bar)
+  with progress.bar(console) as bar:
+    courses = _courses(config, pair, answers, costs, drafted, bar)
   serving.close()
   rows = [
     {"system": name, **figures(course, costs, name)} for name, course in courses.items()

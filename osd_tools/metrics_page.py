@@ -4,6 +4,7 @@
 """
 
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
 
 import osd_tools.rows  # noqa: F401  registers the rows of the tools
@@ -26,18 +27,18 @@ def fields(kind: type[rows_lib.Row]) -> dict[str, tuple[str, str, str]]:
 
 def section(kind: type[rows_lib.Row]) -> str:
   """Returns the description of one kind of rows, with a table of its fields."""
-  text = inspect.getdoc(kind) or ""
   docs = fields(kind)
-  # A column is left out if no field has an entry.
-  heads = {"field": True, "unit": False, "when": False, "what it is": True}
-  heads["unit"], heads["when"] = (any(x[i] for x in docs.values()) for i in (0, 1))
-  lines = [f"### `{kind.kind}`", "", text.partition("\nAttributes:")[0].strip(), ""]
-  names = [name for name, is_shown in heads.items() if is_shown]
-  lines += [_line(names), "|" + "---|" * len(names)]
-  for name, (unit, when, meaning) in docs.items():
-    cells = zip(heads.values(), [f"`{name}`", unit, when or "always", meaning])
-    lines.append(_line([cell for is_shown, cell in cells if is_shown]))
-  return "\n".join([*lines, ""])
+  units, times, meanings = zip(*docs.values(), strict=True)
+  columns = {"field": [f"`{name}`" for name in docs]}
+  if any(units):
+    columns["unit"] = units
+  if any(times):
+    columns["when"] = [time or "always" for time in times]
+  columns["what it is"] = meanings
+  text = (inspect.getdoc(kind) or "").partition("\nAttributes:")[0].strip()
+  table = [_line(columns), "|" + "---|" * len(columns)]
+  table += map(_line, zip(*columns.values(), strict=True))
+  return "\n".join([f"### `{kind.kind}`", "", text, "", *table, ""])
 
 
 def updated(page: str) -> str:
@@ -48,7 +49,7 @@ def updated(page: str) -> str:
   return f"{before}{BEGIN}\n\n{sections}\n{END}{after}"
 
 
-def _line(cells: list[str]) -> str:
+def _line(cells: Iterable[str]) -> str:
   return f"| {' | '.join(cells)} |"
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from osd_jax.loop.rows import Note, Row, row
 
 
-@row("advice")
+@row("advice", "Systems")
 class Advice(Row):
   """One per system of osd advise, with the K that is fastest for it.
 
@@ -19,8 +19,6 @@ class Advice(Row):
     over_plain: ratio | `ms_per_token` of plain decoding / this one's
     is_bound: true or false | a mixture: its figures are upper bounds
   """
-
-  heading = "Systems"
 
   system: str
   tokens_per_call: float
@@ -72,15 +70,13 @@ class Made:
   cycles: int | None
 
 
-@row("program")
+@row("program", "Programs, each on one chip")
 class Program(Made, Row):
   """One per program of osd compile.
 
   Attributes:
     program: text | its name
   """
-
-  heading = "Programs, each on one chip"
 
   program: str
 
@@ -96,7 +92,7 @@ class Refused(Note):
   program: str
 
 
-@row("memory")
+@row("memory", "Memory of a chip")
 class Memory(Row):
   """One per thing that a chip holds, by osd compile.
 
@@ -104,8 +100,6 @@ class Memory(Row):
     what: text | its name
     gigabytes_a_chip: GB | its size on each chip
   """
-
-  heading = "Memory of a chip"
 
   what: str
   gigabytes_a_chip: float
@@ -126,7 +120,7 @@ class Fits(Note):
   advice: str
 
 
-@row("estimate")
+@row("estimate", "Highest speeds, estimated")
 class Estimate(Row):
   """Highest speeds at one acceptance, by osd compile, from the chip's own figures.
 
@@ -140,8 +134,6 @@ class Estimate(Row):
     v: ratio | verification / plain step
     break_even_acceptance: 0..1 | acceptance at which drafting pays
   """
-
-  heading = "Highest speeds, estimated"
 
   acceptance: float
   tokens_a_call: float

@@ -176,7 +176,7 @@ def test_gate_decides_which_draft_serves_and_changes_no_output(learned, make):
   scored = [row for row in gated.requests if row.get("rival_overlap") is not None]
   assert len(scored) > 3 and all(row["gate_ms"] > 0 for row in scored)
   fields = metrics_page.fields(rows_lib.Request).keys()
-  assert set().union(*gated.requests) - {"kind"} == fields - {"ahead_since"}
+  assert set().union(*gated.requests) - {"kind"} >= fields - {"ahead_since"}
   page = (gated.path / "report.html").read_text()
   assert f"Gate: trained drafts served from request {first['finished']}" in page
 

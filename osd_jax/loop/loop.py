@@ -248,8 +248,13 @@ class Loop:
     self._answered = self.finished
     return state is not None
 
-  def start(self, row: rows_lib.Start) -> None:
-    """Begins to serve; `row` holds the times of the start."""
+  def start(self, loading: float, compiling: float, measuring: float = 0.0) -> None:
+    """Begins to serve, and logs the seconds that the parts of the start took."""
+    row = rows_lib.Start(
+      loading_ms=loading * 1e3,
+      compiling_ms=compiling * 1e3,
+      measuring_ms=measuring * 1e3,
+    )
     self.log.write(row)
     self._served = self.server.serve(self.source.requests())
     self._started = time.perf_counter()

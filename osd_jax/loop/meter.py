@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from osd_jax import background, base, certificate, corpus, metrics, pairs, sharding
+from osd_jax import background, base, certificate, metrics, pairs, sharding
 from osd_jax.data import streams
 from osd_jax.engine import agreement
 from osd_jax.engine.requests import DecodingConfig, Finished
@@ -205,7 +205,11 @@ class Rivals:
     """Makes both servers from the run's decoding config, with one row, and compiles."""
     single = decoding.with_rows(1)
     self._pair = pair
-    self._plain = corpus.plain_server(pair, single, partition, records=False)
+    # Plain decoding has no use for records, so it does not pay for them.
+    unrecorded = dataclasses.replace(
+      single, record_top_k=0, max_rounds=decoding.target_length
+    )
+    self._plain = Server(pair.plain(), unrecorded, partition=partition)
     self._floor = Server(pair, single, partition=partition)
     for server in (self._plain, self._floor):
       server.warm_up()

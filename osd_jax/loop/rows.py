@@ -29,7 +29,7 @@ class Row:
   """
 
   kind: ClassVar[str]
-  heading: ClassVar[str] = ""
+  heading: ClassVar[str]
 
 
 AnyRow = typing.TypeVar("AnyRow", bound=Row)
@@ -39,11 +39,11 @@ _TOOLS = "osd_tools.rows"  # the module with the kinds of the tools
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
-def row(kind: str) -> Callable[[type[Any]], type[Any]]:
+def row(kind: str, heading: str = "") -> Callable[[type[Any]], type[Any]]:
   """Makes a frozen dataclass and registers it as the class of a kind of rows."""
 
   def register(cls: type[Any]) -> type[Any]:
-    cls.kind = kind
+    cls.kind, cls.heading = kind, heading
     KINDS[kind] = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     return KINDS[kind]
 
@@ -329,7 +329,7 @@ class Evaluation(Row):
   tasks: Mapping[str, Mapping[str, Any]]
 
 
-@row("quality")
+@row("quality", "Target")
 class Quality(Row):
   """One per task of osd evaluate: the answers of the target.
 
@@ -346,8 +346,6 @@ class Quality(Row):
       choice, mean over prompts
   """
 
-  heading = "Target"
-
   task: str
   prompts: int
   references: int
@@ -359,7 +357,7 @@ class Quality(Row):
   token_accuracy: float | None
 
 
-@row("draft")
+@row("draft", "Drafts")
 class Draft(Row):
   """One per task and draft of osd evaluate.
 
@@ -374,8 +372,6 @@ class Draft(Row):
     tokens_per_target_call: tokens | emitted / target calls, likewise
   """
 
-  heading = "Drafts"
-
   task: str
   draft: str
   distribution_overlap: float | None
@@ -385,14 +381,12 @@ class Draft(Row):
   tokens_per_target_call: float | None
 
 
-@row("change")
+@row("change", "Against the first draft")
 class Change(Draft):
   """The figures of a later draft minus those of the first; fields as in `draft`."""
 
-  heading = "Against the first draft"
 
-
-@row("speed")
+@row("speed", "Speed")
 class Speed(Row):
   """One per draft and number of rows in flight of osd evaluate.
 
@@ -412,8 +406,6 @@ class Speed(Row):
     plain_step_ms: ms | one plain step of the target
     verify_ms: ms | the target on K + 1 tokens
   """
-
-  heading = "Speed"
 
   rows: int
   draft: str
@@ -444,7 +436,7 @@ class Replayed(Row):
   shares: Mapping[str, float]
 
 
-@row("certificate")
+@row("certificate", "Certificate")
 class Certified(Row):
   """The certificate of one draft (osd evaluate) or drafter (osd certify).
 
@@ -463,8 +455,6 @@ class Certified(Row):
       tokens) near ties
     draft_acceptance_rate: 0..1 or null | certify | accepted / drafted
   """
-
-  heading = "Certificate"
 
   K: int | None = None
   rows: int | None = None

@@ -29,7 +29,7 @@ def section(kind: type[rows_lib.Row]) -> str:
   """Returns the description of one kind of rows, with a table of its fields."""
   docs = fields(kind)
   units, times, meanings = zip(*docs.values(), strict=True)
-  columns = {"field": [f"`{name}`" for name in docs]}
+  columns: dict[str, Iterable[str]] = {"field": [f"`{name}`" for name in docs]}
   if any(units):
     columns["unit"] = units
   if any(times):

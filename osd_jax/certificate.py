@@ -130,14 +130,8 @@ def of_rows(rows: Iterable[Mapping[str, Any]]) -> Certificate:
   total = Certificate()
   for row in rows:
     if "certificate" in row:
-      total += from_json(row["certificate"])
+      total += base.from_json(row["certificate"], Certificate)
   return total
-
-
-def from_json(fields: Mapping[str, Any]) -> Certificate:
-  """Restores a certificate that `dataclasses.asdict` turned into a JSON object."""
-  failures = tuple(Difference(**failure) for failure in fields["failures"])
-  return Certificate(**{**fields, "failures": failures})
 
 
 def finish(verdict: Certificate, directory: runs.RunDirectory) -> bool:

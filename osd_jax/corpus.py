@@ -188,12 +188,25 @@ def counting(
 
 
 def plain_server(
-  pair: pairs.Pair, decoding: DecodingConfig, partition: sharding.PartitionConfig
+  pair: pairs.Pair,
+  decoding: DecodingConfig,
+  partition: sharding.PartitionConfig,
+  records: bool = True,
 ) -> Server:
-  """A server that decodes with the target alone."""
-  # One call may decode a whole answer, since no draft has to be swapped in between.
-  config = dataclasses.replace(decoding, max_rounds=decoding.target_length)
-  return Server(pair.plain(), config, partition=partition)
+  """A server that decodes with the target alone.
+
+  Without `records` it is as fast as plain decoding can be: only learning needs them.
+  """
+  return Server(
+    pair.plain(),
+    dataclasses.replace(
+      decoding,
+      record_top_k=decoding.record_top_k if records else 0,
+      # One call may decode a whole answer: no draft has to be swapped in between.
+      max_rounds=decoding.target_length,
+    ),
+    partition=partition,
+  )
 
 
 def requests(

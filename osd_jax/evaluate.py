@@ -4,9 +4,8 @@ Both decode a fixed set of prompts plainly and speculatively, and neither trains
 """
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +27,7 @@ from osd_jax.engine.requests import (
 )
 from osd_jax.engine.server import Server
 from osd_jax.loop import rows as rows_lib
+from osd_jax.loop.meter import acceptance
 from osd_jax.report import page, progress
 
 _CHECKED = 16  # prompts decoded greedily for the certificate when requests are sampled
@@ -126,10 +126,7 @@ def run(config: EvaluateConfig, operative_config: str = "") -> runs.RunResult:
 
   `operative_config` is gin text that is stored in the run directory.
   """
-  sampling = generation_config.resolved(config.sampling, config.pair)
-  config = dataclasses.replace(config, sampling=sampling)
-  body = functools.partial(_evaluate, config)
-  return session.run(config, operative_config, config.sampling.seed, body)
+  return session.run(config, operative_config, config.sampling.seed, _evaluate)
 
 
 def certify(config: CertifyConfig, operative_config: str = "") -> runs.RunResult:
@@ -137,10 +134,7 @@ def certify(config: CertifyConfig, operative_config: str = "") -> runs.RunResult
 
   `operative_config` is gin text that is stored in the run directory.
   """
-  sampling = generation_config.resolved(config.sampling, config.pair)
-  config = dataclasses.replace(config, sampling=sampling)
-  body = functools.partial(_certify, config, sampling)
-  return session.run(config, operative_config, config.sampling.seed, body)
+  return session.run(config, operative_config, config.sampling.seed, _certify)
 
 
 # --- osd evaluate -------------------------------------------------------------------
@@ -155,127 +149,125 @@ def _evaluate(
     log.truncate(0)  # rows of an interrupted evaluation
     page.note_data(bench.prompts, log, console)
     with progress.status(console, "decoding with the target"):
-      answers = bench.answers()
-    log.write_all(rows_lib.Quality, bench.quality(answers))
+      answers = bench.plain().run(bench.requests)
+    log.write_all(bench.quality(answers))
     with progress.status(console, "decoding with each draft"):
       by_draft, checks = bench.drafts(answers)
-    log.write_all(rows_lib.Draft, by_draft)
-    log.write_all(rows_lib.Change, differences(by_draft))
-    for label, check in zip(bench.labels, checks, strict=True):
+    log.write_all(by_draft)
+    log.write_all(differences(by_draft))
+    for label, check in checks.items():
       log.write(rows_lib.Certified(draft=label, **check.row()))
     if config.speed_requests:
       with progress.status(console, "timing"):
-        log.write_all(rows_lib.Speed, bench.speeds())
-  return sum(checks, certificate.Certificate()), ""
+        log.write_all(bench.speeds())
+  return sum(checks.values(), certificate.Certificate()), ""
 
 
 class Bench:
-  """The target, its drafts and the prompts of one evaluation."""
+  """The target, its drafts and the prompts of one evaluation.
+
+  Attributes:
+    config: settings.
+    pairs: name of each draft -> its pair; all share one copy of the target.
+    prompts: the held-out prompts.
+    requests: one request for each.
+  """
 
   def __init__(self, config: EvaluateConfig):
     """Loads the pairs and reads the prompts."""
     self.config = config
     self._sampling = generation_config.resolved(config.sampling, config.pair)
     paths = (config.pair.named("draft"), *config.drafts)
-    self.labels = draft_labels(paths)
-    self.pairs: list[pairs.Pair] = []
-    for path in paths:
+    self.pairs: dict[str, pairs.Pair] = {}
+    for label, path in zip(draft_labels(paths), paths, strict=True):
       pair_config = dataclasses.replace(config.pair, draft=path)
       pair = pairs.load_pair(pair_config, sharding.make(config.partition))
-      # All pairs share the first copy of the target, so that it is in memory once.
-      first = self.pairs[0] if self.pairs else pair
-      self.pairs.append(dataclasses.replace(pair, target_params=first.target_params))
-    self.vocabulary = self.pairs[0].vocabulary
-    self.prompts = read_corpus(config.prompts, self.vocabulary, config.count)
+      first = next(iter(self.pairs.values()), pair)
+      self.pairs[label] = dataclasses.replace(pair, target_params=first.target_params)
+    self._pair = next(iter(self.pairs.values()))
+    self.prompts = read_corpus(config.prompts, self._pair.vocabulary, config.count)
     self.requests = corpus.requests(self.prompts, self._sampling)
 
-  def answers(self) -> list[Finished]:
-    """The target's own answers, with records."""
-    return self._plain(self.config.decoding).run(self.requests)
+  def plain(self) -> Server:
+    """Returns a server of the target alone, whose answers have records."""
+    return corpus.plain_server(self._pair, self.config.decoding, self.config.partition)
 
-  def quality(self, answers: Sequence[Finished]) -> Iterator[dict[str, Any]]:
-    """Yields one row per task: how good the target's answers are."""
-    right = self._token_accuracies()
-    for task_id, places in self._tasks():
+  def quality(self, answers: Sequence[Finished]) -> Iterator[rows_lib.Quality]:
+    """Yields how good the target's answers are, task by task."""
+    accuracies = self.token_accuracies()
+    for _, label, places in self._tasks():
       part = [(self.prompts[place], answers[place]) for place in places]
-      shares = [share for place in places if (share := right[place]) is not None]
-      yield {
-        "task": self._label(task_id),
-        "prompts": len(places),
-        **quality(part, self.vocabulary),
-        "token_accuracy": float(np.mean(shares)) if shares else None,
-      }
+      shares = [share for place in places if (share := accuracies[place]) is not None]
+      yield rows_lib.Quality(
+        task=label,
+        prompts=len(places),
+        **quality(part, self._pair.vocabulary),
+        token_accuracy=float(np.mean(shares)) if shares else None,
+      )
 
   def drafts(
     self, answers: Sequence[Finished]
-  ) -> tuple[list[dict[str, Any]], list[certificate.Certificate]]:
-    """One row per draft and task, and one certificate per draft.
+  ) -> tuple[list[rows_lib.Draft], dict[str, certificate.Certificate]]:
+    """Returns the agreement of each draft on each task, and each draft's certificate.
 
     Every draft is scored on the target's answers, not on its own, so that all drafts
     are compared on the same positions.
     """
-    rows, checks = [], []
-    for label, pair in zip(self.labels, self.pairs, strict=True):
+    rows, checks = [], {}
+    for name, pair in self.pairs.items():
       server = Server(pair, self.config.decoding, partition=self.config.partition)
       served = server.run(self.requests)
-      draft = server.pair.draft
-      agreed = agreement.mean_agreement(draft, server.draft_params, answers)
-      for task_id, places in self._tasks():
-        means = dict(agreed[task_id])
-        means.pop("requests")
-        figures = acceptance([served[place] for place in places])
-        rows.append({"task": self._label(task_id), "draft": label, **means, **figures})
-      checks.append(self._check(answers, served, server))
+      agreed = agreement.mean_agreement(server.pair.draft, server.draft_params, answers)
+      for task_id, label, places in self._tasks():
+        means = {**agreed[task_id], **acceptance([served[place] for place in places])}
+        del means["requests"]
+        rows.append(rows_lib.Draft(task=label, draft=name, **means))
+      checks[name] = self._check(answers, served, server)
     return rows, checks
 
-  def speeds(self) -> Iterator[dict[str, Any]]:
+  def speeds(self) -> Iterator[rows_lib.Speed]:
     """Yields the measured times of every draft, for one row in flight and several."""
+    partition = self.config.partition
     for count in dict.fromkeys((1, self.config.decoding.rows)):
       config = self.config.decoding.with_rows(count)
-      unrecorded = dataclasses.replace(config, record_top_k=0)
-      # Plain decoding has no use for records, so it does not pay for them.
-      servers = [self._plain(unrecorded)]
-      servers += [
-        Server(pair, config, partition=self.config.partition) for pair in self.pairs
+      plain = corpus.plain_server(self._pair, config, partition, records=False)
+      drafting = [
+        Server(pair, config, partition=partition) for pair in self.pairs.values()
       ]
-      timed_requests = self.requests[: self.config.speed_requests]
       # With several rows a block is long enough to keep them filled most of the time.
-      block = 4 * count if count > 1 else 1
-      timed = time_requests(servers, timed_requests, block)
-      plain_ms = timed[0][0]
-      for label, pair, (ms, tokens_per_call) in zip(
-        self.labels, self.pairs, timed[1:], strict=True
+      (plain_ms, _), *timed = time_requests(
+        [plain, *drafting],
+        self.requests[: self.config.speed_requests],
+        block=4 * count if count > 1 else 1,
+      )
+      for (label, pair), (ms, tokens_per_call) in zip(
+        self.pairs.items(), timed, strict=True
       ):
-        yield {
-          "rows": count,
-          "draft": label,
-          "plain_ms_per_token": plain_ms,
-          "ms_per_token": ms,
-          "speed_up": plain_ms / ms,
+        yield rows_lib.Speed(
+          rows=count,
+          draft=label,
+          plain_ms_per_token=plain_ms,
+          ms_per_token=ms,
+          speed_up=plain_ms / ms,
           **self._predicted(config, pair, tokens_per_call),
-        }
+        )
 
-  def _predicted(
-    self, config: DecodingConfig, pair: pairs.Pair, tau: float
-  ) -> dict[str, float | None]:
+  def _predicted(self, config: DecodingConfig, pair: pairs.Pair, tau: float) -> Any:
+    """Returns the fields of a speed row that follow from single calls."""
     # The costs are measured on real prompts, in the largest bucket.
     shape = (config.rows, config.source_lengths[-1])
     source = np.full(shape, pair.target.pad_id, np.int32)
     for row in range(config.rows):
       tokens = self.prompts[row % len(self.prompts)].tokens
       source[row, : len(tokens)] = tokens
-    single = measurement.measure_steps(config, pair.models, source)
-    c, v, drafted = (
-      single["cost_ratio"],
-      single["verify_ratio"],
-      config.num_draft_tokens,
-    )
+    steps = measurement.measure_steps(config, pair.models, source)
+    k, c, v = config.num_draft_tokens, steps["cost_ratio"], steps["verify_ratio"]
     fixed = config.adaptive is None  # both formulas assume one K
     return {
-      "predicted": predicted_speed_up(tau, drafted, c, v) if fixed else None,
-      "predicted_paper": predicted_speed_up(tau, drafted, c) if fixed else None,
+      "predicted": predicted_speed_up(tau, k, c, v) if fixed else None,
+      "predicted_paper": predicted_speed_up(tau, k, c) if fixed else None,
       "tokens_per_target_call": tau,
-      **single,
+      **steps,
     }
 
   def _check(
@@ -284,17 +276,16 @@ class Bench:
     """Certificate of a draft's outputs; decodes some greedily if they were sampled."""
     if not certificate.applies(self._sampling, self.config.decoding):
       greedy = corpus.requests(self.prompts[:_CHECKED], SamplingConfig())
-      answers = self._plain(self.config.decoding).run(greedy)
-      served = server.run(greedy)
-    certifier = certificate.Certifier(self.pairs[0])
+      answers, served = self.plain().run(greedy), server.run(greedy)
+    certifier = certificate.Certifier(self._pair)
     return certifier.judge(zip(answers, served, strict=True))
 
-  def _token_accuracies(self) -> list[float | None]:
+  def token_accuracies(self) -> list[float | None]:
     """Share of reference tokens that are the target's first choice, per prompt."""
     # The first of the top-k tokens is enough: the reference is either it or not.
     config = dataclasses.replace(self.config.decoding, record_top_k=1)
     shares: list[float | None] = []
-    for batch in corpus.reference_rows(self.pairs[0], self.prompts, config):
+    for batch in corpus.reference_rows(self._pair, self.prompts, config):
       mask = np.asarray(batch.mask)
       right = (np.asarray(batch.records.ids[..., 0]) == np.asarray(batch.target)) & mask
       shares += [
@@ -303,18 +294,13 @@ class Bench:
       ]
     return shares[: len(self.prompts)]
 
-  def _tasks(self) -> list[tuple[int, list[int]]]:
-    """(task id, indices of its prompts), sorted by task id."""
+  def _tasks(self) -> list[tuple[int, str, list[int]]]:
+    """(task id, label, indices of its prompts), sorted by task id."""
     places: dict[int, list[int]] = {}
     for place, prompt in enumerate(self.prompts):
       places.setdefault(prompt.task_id, []).append(place)
-    return sorted(places.items())
-
-  def _label(self, task_id: int) -> str:
-    return self.config.prompts.tasks[task_id].label
-
-  def _plain(self, decoding: DecodingConfig) -> Server:
-    return corpus.plain_server(self.pairs[0], decoding, self.config.partition)
+    tasks = self.config.prompts.tasks
+    return [(number, tasks[number].label, places[number]) for number in sorted(places)]
 
 
 def time_requests(
@@ -342,16 +328,6 @@ def time_requests(
       tokens[index] += sum(len(answer.tokens) for answer in answers)
       calls[index] += sum(answer.target_calls for answer in answers)
   return list(zip(seconds * 1e3 / tokens, tokens / calls, strict=True))
-
-
-def acceptance(served: Sequence[Finished]) -> dict[str, float | None]:
-  """Acceptance rates of several requests, from the sums of their counters."""
-  counts = [(d.accepted, d.drafted, len(d.tokens), d.target_calls) for d in served]
-  accepted, drafted, tokens, calls = map(sum, zip(*counts, strict=True))
-  return {
-    "draft_acceptance_rate": metrics.draft_acceptance_rate(accepted, drafted),
-    "tokens_per_target_call": metrics.tokens_per_target_call(tokens, calls),
-  }
 
 
 def quality(
@@ -383,21 +359,21 @@ def quality(
   }
 
 
-def differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Each further draft minus the first draft, per task; negative means forgotten."""
+def differences(rows: Sequence[rows_lib.Draft]) -> Iterator[rows_lib.Change]:
+  """Yields each further draft minus the first, per task; negative means forgotten."""
   # Rows come draft by draft, so the first row of a task belongs to the first draft.
-  first: dict[str, Mapping[str, Any]] = {}
-  changes = []
+  first: dict[str, rows_lib.Draft] = {}
   for row in rows:
-    before = first.setdefault(row["task"], row)
-    if row is not before:
-      names = [name for name in row if name not in ("task", "draft")]
+    before, fields = vars(first.setdefault(row.task, row)), vars(row)
+    if first[row.task] is not row:
+      numbers = fields.keys() - {"task", "draft"}
       changed = {
-        name: None if None in (row[name], before[name]) else row[name] - before[name]
-        for name in names
+        name: fields[name] - before[name]
+        if None not in (fields[name], before[name])
+        else None
+        for name in numbers
       }
-      changes.append({"task": row["task"], "draft": row["draft"], **changed})
-  return changes
+      yield rows_lib.Change(task=row.task, draft=row.draft, **changed)
 
 
 def draft_labels(paths: Sequence[str]) -> list[str]:
@@ -441,14 +417,12 @@ def perturbed(params: base.Params, scale: float, seed: int = 0) -> base.Params:
 
 
 def _certify(
-  config: CertifyConfig,
-  sampling: SamplingConfig,
-  directory: runs.RunDirectory,
-  console: rich.console.Console,
+  config: CertifyConfig, directory: runs.RunDirectory, console: rich.console.Console
 ) -> tuple[certificate.Certificate, str]:
   """Logs one row per combination of K and rows; returns the verdict over all."""
   pair = pairs.load_pair(config.pair, sharding.make(config.partition))
   prompts = read_corpus(config.prompts, pair.vocabulary, config.count)
+  sampling = generation_config.resolved(config.sampling, config.pair)
   requests = corpus.requests(prompts, sampling)
   certifier = certificate.Certifier(pair)
   # Nothing learns from these answers, so decoding records nothing.
@@ -471,13 +445,13 @@ def _certify(
       both = zip((expected[place] for place in places), answers, strict=True)
       judged = certifier.judge(both, int(places[0]))
       total += judged
-      row = {"K": decoding.num_draft_tokens, "rows": decoding.rows, "draft": name}
-      bar.update(task, description=f"K {row['K']}, rows {row['rows']}")
-      row |= judged.row() | acceptance(answers)
-      # The same in every row, or meaningless while the draft is swapped.
-      for unlogged in ("check", "tokens_per_target_call"):
-        row.pop(unlogged)
-      log.write(rows_lib.Certified(**row))
+      k, rows = decoding.num_draft_tokens, decoding.rows
+      bar.update(task, description=f"K {k}, rows {rows}")
+      fields = judged.row()
+      del fields["check"]  # the same in every row
+      # Tokens per call are not logged: those of several drafts, which are swapped.
+      fields["draft_acceptance_rate"] = acceptance(answers)["draft_acceptance_rate"]
+      log.write(rows_lib.Certified(K=k, rows=rows, draft=name, **fields))
   return total, ""
 
 

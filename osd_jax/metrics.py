@@ -4,7 +4,6 @@
 """
 
 import collections
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -27,30 +26,6 @@ def loops(tokens: np.ndarray, size: int = 8, times: int = 4) -> bool:
   # Counts n-grams: a loop of any period up to the text's length repeats its windows.
   windows = zip(*(tokens[start:].tolist() for start in range(size)), strict=False)
   return max(collections.Counter(windows).values(), default=0) >= times
-
-
-def segment_summary(
-  rows: list[Mapping[str, float]], edge: int = 50
-) -> dict[str, float | int]:
-  """Means over the first and last `edge` requests, and over all requests of a segment.
-
-  Returns:
-    The number of requests, and `FIELD_first`, `FIELD_last` and `FIELD_mean` for four
-    fields; NaN if no row has the field.
-  """
-
-  def mean(part, name):
-    # A row has no value if its request drafted no token or the floor was not measured.
-    values = [row[name] for row in part if row.get(name) is not None]
-    return float(np.mean(values)) if values else float("nan")
-
-  summary: dict[str, float | int] = {"requests": len(rows)}
-  for label, part in (("first", rows[:edge]), ("last", rows[-edge:]), ("mean", rows)):
-    summary[f"overlap_{label}"] = mean(part, "overlap")
-    summary[f"floor_overlap_{label}"] = mean(part, "floor_overlap")
-    summary[f"draft_acceptance_{label}"] = mean(part, "draft_acceptance_rate")
-    summary[f"tokens_per_target_call_{label}"] = mean(part, "tokens_per_target_call")
-  return summary
 
 
 def recovery_requests(

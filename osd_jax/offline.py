@@ -101,10 +101,8 @@ def run(config: OfflineConfig, operative_config: str = "") -> runs.RunResult:
         f"OfflineConfig.texts: received {config.texts!r}, expected a local folder, and"
         " '' when several processes distil together."
       )
-  sampling = generation_config.resolved(config.sampling, config.pair)
-  config = dataclasses.replace(config, sampling=sampling)
 
-  def body(directory, console):
+  def body(config, directory, console):
     bar = progress.bar(console)
     with progress.status(console, "loading target and draft"):
       loop = OfflineLoop(config, directory, bar)

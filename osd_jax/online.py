@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated
 
 import jax
 
@@ -24,15 +24,10 @@ from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.engine import generation_config, measurement
-from osd_jax.engine.requests import (
-  DecodingConfig,
-  Finished,
-  ReplicaConfig,
-  Request,
-  SamplingConfig,
-)
+from osd_jax.engine.requests import DecodingConfig, ReplicaConfig, SamplingConfig
 from osd_jax.engine.server import Server
-from osd_jax.loop.loop import Loop, Settings
+from osd_jax.loop import rows as rows_lib
+from osd_jax.loop.loop import Loop, Settings, StreamSource
 from osd_jax.report import progress
 
 
@@ -113,10 +108,8 @@ def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:
     The run directory, and whether every checked output equals the target's.
   """
   sharding.make(config.partition)  # first, because it configures JAX before its start
-  sampling = generation_config.resolved(config.sampling, config.pair)
-  config = dataclasses.replace(config, sampling=sampling)
 
-  def body(directory, console):
+  def body(config, directory, console):
     shows = functools.partial(progress.status, console)
     loop = begin(config, directory, console.print, shows)
     stream = loop.source.stream
@@ -134,61 +127,6 @@ def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:
     return verdict, certificate.promise(config.decoding)
 
   return session.run(config, operative_config, config.learning.seed, body)
-
-
-class StreamSource:
-  """The queries of a stream, as a source of requests."""
-
-  def __init__(
-    self, stream: streams.Stream, sampling: SamplingConfig, keeps_drafts: bool
-  ):
-    """Starts at the first query."""
-    self.stream, self._sampling = stream, sampling
-    self._keeps_drafts, self._submitted = keeps_drafts, 0
-
-  def requests(self) -> Iterator[Request]:
-    """Yields the requests that were not submitted yet."""
-    while True:
-      try:
-        request = self.request(self._submitted)
-      except IndexError:  # the end of the stream
-        return
-      self._submitted += 1
-      yield request
-
-  def request(self, index: int) -> Request:
-    """Returns the request of a query."""
-    tokens = self.stream[index].tokens
-    return Request(tokens, self._sampling.of_request(index), tag=index)
-
-  def query(self, answer: Finished) -> streams.Query:
-    """Returns the query of an answer."""
-    return self.stream[answer.request.tag]
-
-  def is_taught(self, answer: Finished) -> bool:
-    """Always True: every answer is learned from."""
-    del answer
-    return True
-
-  def publish(self, answers: Sequence[Finished]) -> None:
-    """Does nothing: nobody waits for the answers."""
-
-  def state(self) -> dict[str, Any]:
-    """Returns the position in the stream."""
-    return {"submitted": self._submitted, "stream": self.stream.state()}
-
-  def restore(self, state: dict[str, Any]) -> Callable[[int], Request]:
-    """Continues at a position."""
-    self._submitted = state["submitted"]
-    self.stream.restore(state["stream"])
-    return self.request
-
-  def draft_name(self, finished: int) -> str:
-    """Returns the file of the draft at a shift of the stream, if drafts are kept."""
-    shifts = dict(self.stream.shifts()[1:]) if self._keeps_drafts else {}
-    if finished not in shifts:
-      return ""
-    return f"{finished:06d}_before_{shifts[finished]}.safetensors"
 
 
 def begin(
@@ -237,17 +175,11 @@ def begin(
     server.warm_up(config.learns)
   with shows("compiling measurements"):
     loop.meter.warm_up()
-  compiled, measuring_ms = time.perf_counter(), 0.0
+  compiled, measuring = time.perf_counter(), 0.0
   if not loop.restore():
     with shows("filling the buffer and measuring costs"):
-      measuring_ms = _prepare(config, loop, sampling, announce)
-  loop.start(
-    {
-      "loading_ms": (loaded - started) * 1e3,
-      "compiling_ms": (compiled - loaded) * 1e3,
-      "measuring_ms": measuring_ms,
-    }
-  )
+      measuring = _prepare(config, loop, sampling, announce)
+  loop.start(loaded - started, compiled - loaded, measuring)
   return loop
 
 
@@ -259,11 +191,11 @@ def _prepare(
 ) -> float:
   """Logs the data, fills the buffer, and measures costs before the first request.
 
-  Returns the milliseconds that measuring costs took.
+  Returns the seconds that measuring costs took.
   """
   server, log, stream = loop.server, loop.log, loop.source.stream
   runs.check_space(config, server.state()[0])
-  log.write("data", {"tasks": stream.report()}, 0)
+  log.write(rows_lib.Data(tasks=stream.report()))
   if sibling := server.pair.sibling:
     text = f"The draft was trained for {sibling}; the target is of the same sizes."
     log.log_event("sibling", text)
@@ -282,7 +214,7 @@ def _prepare(
   if config.measure_costs and is_alone and first is not None:
     bucket = config.decoding.bucket(len(first.tokens))
     costs = measurement.measure_run(server, bucket, config.learns, sampling, announce)
-    log.write_costs(costs)
+    log.write(rows_lib.Costs(**vars(costs)))
     if config.learns:
       server.learner.costs = costs
-  return (time.perf_counter() - started) * 1e3
+  return time.perf_counter() - started

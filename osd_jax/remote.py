@@ -39,20 +39,19 @@ def fetched(address: str, setting: str) -> Path:
     InputError: the URL does not exist or cannot be read.
   """
   folder = _cache(address)
-  target = folder / _name(address)
+  target, notes = folder / _name(address), folder / "copied.json"
   with _errors(address, setting):
-    files = _files(address)
-    if not files:
+    versions = _versions(address)
+    if not versions:
       raise FileNotFoundError("there is no such file or folder")
-    versions = _read(folder / "copied.json")
-    for inside, info in files.items():
-      file = target / inside if inside else target
-      if versions.get(inside) != info["version"] or not file.is_file():
-        _get(address, info["name"], file)
+    before = _read(notes)
+    for inside, version in versions.items():
+      if before.get(inside) != version or not (target / inside).is_file():
+        _get(address, inside, target)
     # A file that was removed remotely must not be read from the copy.
-    for inside in versions.keys() - files.keys():
+    for inside in before.keys() - versions.keys():
       (target / inside).unlink(missing_ok=True)
-    _write(folder / "copied.json", _versions(files))
+    _write(notes, versions)
   return target
 
 
@@ -114,16 +113,14 @@ class Mirror:
     remote folder without a file called `sign` is not a run and is ignored.
     """
     with _errors(self.address, "run_directory"):
-      files = _files(self.address)
-      there, before = _versions(files), _read(self._notes).get("there", {})
-      if sign not in there and sign in before:
-        self._put_aside()
-      if sign not in there or there == before:
+      there, before = _versions(self.address), _read(self._notes).get("there", {})
+      if there == before or sign not in {**there, **before}:
         return
       self._put_aside()
-      for inside, info in files.items():
-        _get(self.address, info["name"], self.folder / inside)
-      _write(self._notes, {"there": there, "here": self._here()})
+      if sign in there:
+        for inside in there:
+          _get(self.address, inside, self.folder)
+        _write(self._notes, {"there": there, "here": self._here()})
 
   def push(self) -> None:
     """Uploads changed files, and removes remote copies of files removed here."""
@@ -135,11 +132,12 @@ class Mirror:
         # A temporary file may have been renamed since `here` was listed.
         if before.get(inside) != stamp and file.exists():
           _put(file, system, f"{root}/{inside}")
-      there = _files(self.address)
+      there = _versions(self.address)
       # Only files that were uploaded from here are removed; others are not ours.
       for inside in there.keys() & (before.keys() - here.keys()):
-        system.rm_file(there.pop(inside)["name"])
-      _write(self._notes, {"there": _versions(there), "here": here})
+        system.rm_file(f"{root}/{inside}")
+        del there[inside]
+      _write(self._notes, {"there": there, "here": here})
 
   def begin(self) -> None:
     """Starts a thread that uploads every `EVERY_SECONDS`."""
@@ -214,28 +212,23 @@ def _system(address: str) -> tuple[Any, str]:
   return system, root.rstrip("/")
 
 
-def _files(address: str) -> dict[str, dict[str, str]]:
-  """Name and version of every remote file, by relative path; "" if `address` is one.
+def _versions(address: str) -> dict[str, str]:
+  """Version of every remote file, by relative path; "" if `address` is a file.
 
   The version covers all that the file system tells: size, time, checksum.
   """
   system, root = _system(address)
-  return {
-    name.removeprefix(root).strip("/"): {"name": name, "version": str(info)}
-    for name, info in system.find(root, detail=True).items()
-  }
+  files = system.find(root, detail=True)
+  return {name.removeprefix(root).strip("/"): str(x) for name, x in files.items()}
 
 
-def _versions(files: Mapping[str, dict[str, str]]) -> dict[str, str]:
-  return {inside: info["version"] for inside, info in files.items()}
-
-
-def _get(address: str, name: str, file: Path) -> None:
-  """Downloads one file; it appears complete or not at all."""
-  system, _ = _system(address)
+def _get(address: str, inside: str, folder: Path) -> None:
+  """Downloads one file into a folder; it appears complete or not at all."""
+  system, root = _system(address)
+  file = folder / inside
   file.parent.mkdir(parents=True, exist_ok=True)
   temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-  system.get_file(name, str(temporary))
+  system.get_file(f"{root}/{inside}" if inside else root, str(temporary))
   temporary.replace(file)
 
 

@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import rich.console
 
 from osd_jax import base, certificate, runs, sharding
+from osd_jax.engine import generation_config
 from osd_jax.engine.requests import OwnSampling, SamplingConfig
 from osd_jax.report import page
 
-# Does the work of a command in its run directory. Returns the verdict over the outputs
-# that were checked, and a sentence to print if there were none.
+# Does the work of a command with its config, in its run directory. Returns the verdict
+# over the outputs that were checked, and a sentence to print if there were none.
 Body = Callable[
-  [runs.RunDirectory, rich.console.Console], tuple[certificate.Certificate, str]
+  [Any, runs.RunDirectory, rich.console.Console], tuple[certificate.Certificate, str]
 ]
 
 
@@ -43,11 +44,15 @@ def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunRe
   """Runs a command in its run directory, unless that run is already finished.
 
   The directory stores the config, which has `run_directory` and `overwrite`, the
-  `operative_config` as gin text, and the seed.
+  `operative_config` as gin text, and the seed. The sampling of a `RunConfig` is
+  resolved first, so that a run continues with the same.
 
   Returns:
     The run directory, and whether all checked outputs equal the target's.
   """
+  if isinstance(config, RunConfig):
+    sampling = generation_config.resolved(config.sampling, config.pair)
+    config = dataclasses.replace(config, sampling=sampling)
   console = rich.console.Console(stderr=True)
   with runs.RunDirectory.start(
     config.run_directory,
@@ -58,7 +63,7 @@ def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunRe
   ) as directory:
     if directory.finished:
       return page.report_finished(directory, console)
-    verdict, sentence = body(directory, console)
+    verdict, sentence = body(config, directory, console)
     return page.finish(verdict, directory, console, sentence)
 
 

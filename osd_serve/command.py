@@ -64,6 +64,7 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
     finally:
       service.close()
     if directory is not None:
+      directory.stop()
       _report(directory, console)
   return runs.RunResult(Path(config.run_directory))
 

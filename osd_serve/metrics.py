@@ -10,6 +10,7 @@ import prometheus_client as prometheus
 
 from osd_jax.distillation import schedule
 from osd_jax.engine.requests import Finished
+from osd_jax.loop import rows as rows_lib
 from osd_serve.scheduler import Job, Load
 
 SECONDS = (
@@ -174,21 +175,21 @@ class Metrics:
     """Records one compiled call and its number of tokens, read and emitted."""
     self._made["vllm:iteration_tokens_total"].observe(tokens)
 
-  def row(self, kind: str, row: Mapping[str, Any]) -> None:
+  def row(self, row: rows_lib.Row) -> None:
     """Counts a row of the loop: an answer that was measured, or an update."""
-    floor, is_update = row.get("floor_overlap"), kind == "update"
-    seconds = row["update_ms"] / 1e3 if is_update else 0.0
+    counts: dict[str, float] = {}
     with self._lock:
-      has_shifted = floor is not None and self._shifts.add(floor)
-      if "overlap" in row:
-        self._overlaps.append(row["overlap"])
+      if isinstance(row, rows_lib.Request) and row.overlap is not None:
+        floor = row.floor_overlap
+        counts["traffic_shifts"] = floor is not None and self._shifts.add(floor)
+        self._overlaps.append(row.overlap)
         self._floors.append(floor)
-      self.totals["traffic_shifts"] += has_shifted
-      self.totals["updates"] += is_update
-      self.totals["update_seconds"] += seconds
-    self._add("osd:traffic_shifts", has_shifted)
-    self._add("osd:updates", is_update)
-    self._add("osd:update_seconds", seconds)
+      elif isinstance(row, rows_lib.Update):
+        counts = {"updates": 1, "update_seconds": row.update_ms / 1e3}
+      for name, count in counts.items():
+        self.totals[name] += count
+    for name, count in counts.items():
+      self._add(f"osd:{name}", count)
 
   def refused(self, status: int) -> None:
     """Counts a request that was not answered."""

@@ -156,13 +156,7 @@ class Service:
     background.return_memory()  # compiling needs more than serving
     compiled = time.perf_counter()
     self.loop.restore()
-    self.loop.start(
-      {
-        "loading_ms": (loaded - started) * 1e3,
-        "compiling_ms": (compiled - loaded) * 1e3,
-        "measuring_ms": 0.0,
-      }
-    )
+    self.loop.start(loaded - started, compiled - loaded)
     self.scheduler.start(self.loop.step)
 
   def encode(self, text: str | tuple[int, ...], is_chat: bool) -> np.ndarray:

@@ -84,7 +84,7 @@ def run(config: AdviseConfig, operative_config: str = "") -> runs.RunResult:
   `operative_config` is gin text that is stored in the run directory.
   """
 
-  def body(directory, console):
+  def body(config, directory, console):
     advise(config, directory, console)
     return certificate.Certificate(), ""
 
@@ -111,9 +111,8 @@ def advise(
   with progress.status(console, "scoring the answers with the target"):
     answers = scored(pair, examples, decoding)
   drafted = max(costs.online.num_draft_tokens)
-  progress_bar = progress.bar(console)
-  with progress_bar:
-    courses = _courses(config, pair, answers, costs, drafted, progress_bar)
+  with progress.bar(console) as bar:
+    courses = _courses(config, pair, answers, costs, drafted, bar)
   serving.close()
   rows = [
     {"system": name, **figures(course, costs, name)} for name, course in courses.items()
@@ -123,11 +122,11 @@ def advise(
     row["is_bound"] = AT_MOST in row["system"]
   with runs.MetricsLog(directory.metrics_path) as log:
     log.truncate(0)
-    log.write_all(tool_rows.Advice, rows)
+    log.write_all(tool_rows.Advice(**row) for row in rows)
     later = by_its_end(courses[FROZEN], courses[LEARNED], drafted)
     notes = [*settings_for(rows), later, own_share(answers), left_out]
-    log.write_all(rows_lib.Note, [{"text": text} for text in notes if text])
-    log.write_all(rows_lib.Replayed, _by_answer(courses))
+    log.write_all(rows_lib.Note(text=text) for text in notes if text)
+    log.write_all(_by_answer(courses))
   return rows
 
 
@@ -300,11 +299,13 @@ def _courses(
   }
 
 
-def _by_answer(courses: dict[str, replay.Course]) -> list[dict[str, Any]]:
+def _by_answer(courses: dict[str, replay.Course]) -> list[rows_lib.Replayed]:
   """Returns a row for each answer, with the share of tokens that each system names."""
   names = (CACHE, FROZEN, LEARNED)
   shares = {name: [one[0].mean() for one in courses[name].right] for name in names}
   return [
-    {"answer": index, "shares": dict(zip(names, map(float, values), strict=True))}
+    rows_lib.Replayed(
+      answer=index, shares=dict(zip(names, map(float, values), strict=True))
+    )
     for index, values in enumerate(zip(*shares.values(), strict=True))
   ]

@@ -97,7 +97,7 @@ def run(config: PretrainConfig, operative_config: str = "") -> runs.RunResult:
   model = families.build(config.model, "model")
   first = _stored(config, vocabulary) if config.start else None
 
-  def body(directory, console):
+  def body(config, directory, console):
     state = initial_state(config, model, first)
     with (
       runs.MetricsLog(directory.metrics_path) as log,

@@ -1,42 +1,32 @@
 """The rows that the tools write to metrics.jsonl; see `osd_jax.loop.rows`."""
 
 import dataclasses
-from typing import Annotated
 
-from osd_jax.loop.rows import Doc, Note, Row, row
-
-_TOKENS_S = "tokens / s"
+from osd_jax.loop.rows import Note, Row, row
 
 
-@row("advice")
+@row("advice", "Advice")
 class Advice(Row):
-  """One per system of osd advise, with the K that is fastest for it."""
+  """One per system of osd advise, with the K that is fastest for it.
 
-  heading = "Advice"
+  Attributes:
+    system: text | plain decoding, a drafter, or a draft mixed with the cache if the
+      right one were always asked
+    tokens_per_call: tokens | emitted / target calls, from the log's answers
+    num_draft_tokens: tokens | K
+    ms_per_token: ms | from the calls and the costs on this machine, learning included
+    updates: count | updates of the draft
+    over_plain: ratio | `ms_per_token` of plain decoding / this one's
+    is_bound: true or false | a mixture: its figures are upper bounds
+  """
 
-  system: Annotated[
-    str,
-    Doc(
-      "text",
-      "plain decoding, a drafter, or a draft mixed with the cache if the right one were"
-      " always asked",
-    ),
-  ]
-  tokens_per_call: Annotated[
-    float, Doc("tokens", "emitted / target calls, from the log's answers")
-  ]
-  num_draft_tokens: Annotated[int, Doc("tokens", "K")]
-  ms_per_token: Annotated[
-    float,
-    Doc("ms", "from the calls and the costs on this machine, learning included"),
-  ]
-  updates: Annotated[int, Doc("count", "updates of the draft")]
-  over_plain: Annotated[
-    float, Doc("ratio", "`ms_per_token` of plain decoding / this one's")
-  ]
-  is_bound: Annotated[
-    bool, Doc("true or false", "a mixture: its figures are upper bounds")
-  ]
+  system: str
+  tokens_per_call: float
+  num_draft_tokens: int
+  ms_per_token: float
+  updates: int
+  over_plain: float
+  is_bound: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,54 +70,76 @@ class Made:
   cycles: int | None
 
 
-@row("program")
+@row("program", "Programs, each on one chip")
 class Program(Made, Row):
-  """One per program of osd compile."""
+  """One per program of osd compile.
 
-  heading = "Programs, each on one chip"
+  Attributes:
+    program: text | its name
+  """
 
-  program: Annotated[str, Doc("text", "its name")]
+  program: str
 
 
 @row("refused")
 class Refused(Note):
-  """One per program that the compiler of osd compile refuses; `text` says why."""
+  """One per program that the compiler of osd compile refuses; `text` says why.
 
-  program: Annotated[str, Doc("text", "its name")]
+  Attributes:
+    program: text | its name
+  """
+
+  program: str
 
 
-@row("memory")
+@row("memory", "Memory of a chip")
 class Memory(Row):
-  """One per thing that a chip holds, by osd compile."""
+  """One per thing that a chip holds, by osd compile.
 
-  heading = "Memory of a chip"
+  Attributes:
+    what: text | its name
+    gigabytes_a_chip: GB | its size on each chip
+  """
 
-  what: Annotated[str, Doc("text", "its name")]
-  gigabytes_a_chip: Annotated[float, Doc("GB", "its size on each chip")]
+  what: str
+  gigabytes_a_chip: float
 
 
 @row("fits")
 class Fits(Note):
-  """Whether a run of osd compile fits the chips."""
+  """Whether a run of osd compile fits the chips.
 
-  needed_gb: Annotated[float, Doc("GB", "memory that it needs on each chip")]
-  memory_gb: Annotated[float, Doc("GB", "memory of a chip")]
-  advice: Annotated[str, Doc("text", 'the setting to change, "" if everything fits')]
+  Attributes:
+    needed_gb: GB | memory that it needs on each chip
+    memory_gb: GB | memory of a chip
+    advice: text | the setting to change, "" if everything fits
+  """
+
+  needed_gb: float
+  memory_gb: float
+  advice: str
 
 
-@row("estimate")
+@row("estimate", "Highest speeds, estimated")
 class Estimate(Row):
-  """Highest speeds at one acceptance, by osd compile, from the chip's own figures."""
+  """Highest speeds at one acceptance, by osd compile, from the chip's own figures.
 
-  heading = "Highest speeds, estimated"
+  Attributes:
+    acceptance: 0..1 | acceptance of every position
+    tokens_a_call: tokens | emitted / target calls
+    plain_tokens_s: tokens / s | plain decoding
+    frozen_tokens_s: tokens / s | with a draft that does not learn
+    online_tokens_s: tokens / s | with a draft that learns
+    c: ratio | draft step / plain step
+    v: ratio | verification / plain step
+    break_even_acceptance: 0..1 | acceptance at which drafting pays
+  """
 
-  acceptance: Annotated[float, Doc("0..1", "acceptance of every position")]
-  tokens_a_call: Annotated[float, Doc("tokens", "emitted / target calls")]
-  plain_tokens_s: Annotated[float, Doc(_TOKENS_S, "plain decoding")]
-  frozen_tokens_s: Annotated[float, Doc(_TOKENS_S, "with a draft that does not learn")]
-  online_tokens_s: Annotated[float, Doc(_TOKENS_S, "with a draft that learns")]
-  c: Annotated[float, Doc("ratio", "draft step / plain step")]
-  v: Annotated[float, Doc("ratio", "verification / plain step")]
-  break_even_acceptance: Annotated[
-    float | None, Doc("0..1", "acceptance at which drafting pays")
-  ]
+  acceptance: float
+  tokens_a_call: float
+  plain_tokens_s: float
+  frozen_tokens_s: float
+  online_tokens_s: float
+  c: float
+  v: float
+  break_even_acceptance: float | None

@@ -274,15 +274,3 @@ def test_bfloat16_target_is_audited(pair_config, tmp_path):
     [(done, altered(done, 2, (worst[2] + 7) % 999))]
   )
   assert not judged.passed
-
-
-def test_sampling_under_the_rejection_rule_is_refused(pair_config, tmp_path):
-  with pytest.raises(ValueError, match="acceptance_rule = 'coupling'"):
-    certify_config(pair_config, tmp_path, sampling=SamplingConfig(temperature=1.0))
-
-
-def test_perturbed_copy_differs_and_repeats():
-  params = {"a": np.arange(6, dtype=np.float32)}
-  first, again = evaluate.perturbed(params, 0.1), evaluate.perturbed(params, 0.1)
-  np.testing.assert_array_equal(first["a"], again["a"])
-  assert 0 < np.abs(first["a"] - params["a"]).max() < 1

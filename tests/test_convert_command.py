@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +35,6 @@ def folder(given, tmp_path):
 def assert_same(found, expected):
   assert found.config == expected.config
   jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
-
-
-def test_round_trip_gives_the_same_folder(folder, tmp_path):
-  file = tmp_path / "w.safetensors"
-  ours = convert.run(convert.ConvertConfig(str(folder), str(file))).path
-  back = convert.run(
-    convert.ConvertConfig(str(ours), str(tmp_path / "b"), output_kind="hugging_face")
-  ).path
-  for name in ("config.json", "model.safetensors"):
-    assert (back / name).read_bytes() == (folder / name).read_bytes()
 
 
 @pytest.mark.parametrize("shape", [testing.TINY_T5, testing.TINY_LLAMA], ids=type)
@@ -124,10 +113,6 @@ def test_t5x_checkpoints_need_a_model_config(tmp_path, repository):
     ({"source": "nowhere/at/all"}, "which does not exist"),
     ({"extra_ids": 2.0}, "ConvertConfig.extra_ids"),
     ({"output": "/dev/null/w"}, "ConvertConfig.output: received '/dev/null/w'"),
-    ({"output": "/dev/null/a/w"}, "/dev/null is not a folder"),
-    ({"output": "."}, "it is a folder"),
-    ({"output": "a\0b"}, "ConvertConfig.output"),
-    ({"output": "a" * 300}, "ConvertConfig.output"),
     ({"output": ".", "output_kind": "hugging_face"}, "it exists already"),
     ({"model": shapes.T5Config()}, "leave ConvertConfig.model unset"),
   ],
@@ -242,14 +227,6 @@ def test_gin_files_require_only_checkpoints(checkpoints, unprepared, capsys):
     assert cli.main(["online", file, *flags]) == 0
     shown = capsys.readouterr().out
     assert f"OnlineConfig.run_directory = 'runs/flan_t5_xl_{name}'" in shown
-
-
-def test_missing_checkpoint_is_named(checkpoints, data, tmp_path, unprepared, capsys):
-  shutil.rmtree(checkpoints / "t5-small")
-  settings = {"CHECKPOINTS": str(checkpoints), "DATA_DIR": str(data)}
-  settings["OnlineConfig__run_directory"] = str(tmp_path / "run")
-  assert osd("online", "experiments/flan_t5_xl_gsm8k.gin", **settings) == 2
-  assert str(checkpoints / "t5-small") in capsys.readouterr().err
 
 
 ADAPTER = "an adapter .LoRA.*merge it into its base model"

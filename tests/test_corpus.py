@@ -14,7 +14,7 @@ import tiny_pair
 from osd_jax import base, corpus, pairs, sharding
 from osd_jax.data.batches import EncodedExample
 from osd_jax.engine import engine
-from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
+from osd_jax.engine.requests import DecodingConfig, SamplingConfig
 from osd_jax.runs import corpus_rows
 
 ONE_DEVICE = sharding.PartitionConfig()
@@ -170,25 +170,6 @@ def test_states_of_prompts_are_kept_if_they_fit(reads, tmp_path, monkeypatch):
     **batch.score_inputs,
   )
   np.testing.assert_allclose(score(kept), score(dropped), rtol=1e-5, atol=1e-5)
-
-
-def test_answers_keep_the_order_of_prompts(pair):
-  """Each answer equals that of its prompt decoded alone."""
-  found = tabular_pair.prompts(7)
-  sampling = SamplingConfig(temperature=1.0, seed=5)
-  server = corpus.plain_server(pair, DECODING, ONE_DEVICE)
-  seen = []
-  together = server.run(corpus.requests(found, sampling), seen.append)
-  assert len(seen) == 7  # each answer is reported when it is finished
-  single = engine.Engine(
-    dataclasses.replace(DECODING, rows=1), pair.target, pair.target_params
-  )
-  for index, done in enumerate(together):
-    own = dataclasses.replace(sampling, seed=5 + index)
-    alone = single.run([Request(found[index].tokens, own)])[0]
-    np.testing.assert_array_equal(done.tokens, alone.tokens)
-    assert done.request.tag == found[index].task_id
-  assert len({done.tokens.tobytes() for done in together}) > 1
 
 
 def test_reference_rows_hold_the_targets_distributions(pair):

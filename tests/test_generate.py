@@ -202,12 +202,6 @@ def test_prompt_lengths_are_allocated_as_needed(osd):
   assert "prompt 1: the prompt has 9 tokens, more than 8" in errors
 
 
-def test_logits_that_are_not_finite_exit_with_1_and_the_reason(osd):
-  code, _, errors, _ = osd("one", "broken", "two")
-  assert code == 1
-  assert "the target's logits are not finite, so it has no answer to 'broken'" in errors
-
-
 def test_lines_are_answered_one_by_one(osd, monkeypatch):
   """Prompts from an endless standard input are read one at a time."""
   shown = []

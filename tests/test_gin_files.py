@@ -10,7 +10,6 @@ from gin_run import CONFIGS, RUN, load
 from osd_jax import base, online
 from osd_jax import main as cli
 from osd_jax.data import examples
-from osd_jax.distillation import gate
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.main import commands, settings
 from osd_jax.models import weights
@@ -117,14 +116,6 @@ def test_model_files_equal_the_published_sizes(name, written):
   assert load([run, file], [flag]).model == sizes.size(name)
 
 
-def test_scopes_allow_two_models_in_one_file(written):
-  pair = written("draft/T5Config.width = 32\ntarget/T5Config.width = 48", "pair.gin")
-  run = written(f"{RUN}\ninclude '{pair}'")
-  for scope, width in (("draft", 32), ("target", 48)):
-    flag = f"PretrainConfig.model=@{scope}/T5Config()"
-    assert load([run], [flag]).model.width == width
-
-
 def test_task_files_make_the_named_tasks(written):
   run = written(
     "include 'runs/pretrain.gin'\ninclude 'tasks/generated.gin'\n"
@@ -163,11 +154,3 @@ def test_tiny_pretraining_repeats_from_its_stored_settings(
   assert load([str(stored)]) == load(["testing/tiny_pretrain.gin"], bindings)
   # The run is already finished.
   assert cli.main(["pretrain", f"--gin_file={stored}"]) == 0
-
-
-def test_one_line_switches_the_gate_on():
-  line = "LearningConfig.gate=@GateConfig()"
-  without, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [])
-  gated, _ = settings.load(online.OnlineConfig, ["runs/demo.gin"], [line])
-  assert without.learning.gate is None
-  assert gated.learning.gate == gate.GateConfig()

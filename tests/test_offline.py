@@ -118,12 +118,11 @@ def test_kept_texts_are_generated_once(config, finished, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
-@pytest.mark.parametrize("mesh", [(2, 2), (1, 4)], ids=str)
-def test_four_devices_learn_like_one(config, finished, tmp_path, mesh):
+def test_four_devices_learn_like_one(config, finished, tmp_path):
   four = offline.run(
     dataclasses.replace(
       config,
-      partition=sharding.PartitionConfig(*mesh),
+      partition=sharding.PartitionConfig(2, 2),
       output=str(tmp_path / "draft.safetensors"),
       run_directory=str(tmp_path / "run"),
     )
@@ -136,13 +135,6 @@ def test_four_devices_learn_like_one(config, finished, tmp_path, mesh):
     assert first[0] == pytest.approx(first[1], abs=1e-5)
   losses = [[row["loss"] for row in rows_of(path, "step")] for path in (finished, four)]
   np.testing.assert_allclose(*losses, rtol=1e-3)  # rounding errors grow with the steps
-
-
-def test_finished_run_is_left_unchanged(config, finished, monkeypatch):
-  before = (finished / "metrics.jsonl").read_text()
-  monkeypatch.setattr(offline, "OfflineLoop", None)  # building a loop would fail
-  offline.run(config)
-  assert (finished / "metrics.jsonl").read_text() == before
 
 
 def test_non_finite_steps_are_skipped_and_counted(config, tmp_path, monkeypatch):
@@ -188,34 +180,14 @@ def test_draft_with_broken_scores_is_not_written(config, tmp_path, monkeypatch):
   assert not output.exists()
 
 
-@pytest.mark.parametrize(
-  ("field", "value"),
-  [
-    ("steps", 0),
-    ("storage", "float16"),
-    ("sample_source", "target"),
-    ("output", ""),
-    # Would overwrite the initial draft.
-    ("output", "shipped:demo_attached_draft.safetensors"),
-    ("decoding", DecodingConfig(record_top_k=0)),
-    ("corpus", dataclasses.replace(generated("train"), source_length=65)),
-  ],
-)
-def test_error_names_the_bad_field(field, value):
-  values = {"corpus": generated("train"), "evaluation": generated("eval")}
-  with pytest.raises(ValueError, match=f"OfflineConfig.{field}: received"):
-    offline.OfflineConfig(**{"output": "x", **values, field: value})
-
-
-@pytest.mark.parametrize("source", ["student", "mix_request", "mix_token"])
-def test_draft_that_reads_states_is_not_asked_for_texts(source, tmp_path):
+def test_draft_that_reads_states_is_not_asked_for_texts(tmp_path):
   """The shipped draft is attached to its target."""
   config = offline.OfflineConfig(
     corpus=generated("train"),
     evaluation=generated("eval"),
     output=str(tmp_path / "draft.safetensors"),
     run_directory=str(tmp_path / "run"),
-    sample_source=source,
+    sample_source="student",
   )
-  with pytest.raises(base.InputError, match=f"sample_source: received '{source}'"):
+  with pytest.raises(base.InputError, match="sample_source: received 'student'"):
     offline.run(config)

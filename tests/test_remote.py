@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 import uuid
+from unittest import mock
 
 import fsspec
 import jax
@@ -43,6 +44,11 @@ def get(address):
     return file.read().decode()
 
 
+def failing(method, error):
+  """Makes a method of the bucket raise an error, in a `with` block."""
+  return mock.patch.object(type(BUCKET), method, side_effect=error)
+
+
 # --- Reading --------------------------------------------------------------------------
 
 
@@ -62,16 +68,11 @@ def test_fetched_copy_follows_remote_changes(bucket):
   assert (copy / "deep/b.txt").read_text() == "another"
 
 
-def test_unchanged_files_are_not_copied_again(bucket, monkeypatch):
+def test_unchanged_files_are_not_copied_again(bucket):
   put(f"{bucket}/a.txt", "one")
-  copied = []
-  get_file = type(BUCKET).get_file
-  monkeypatch.setattr(
-    type(BUCKET), "get_file", lambda *args: (copied.append(args), get_file(*args))
-  )
-  for _ in range(3):
+  assert remote.fetched(f"{bucket}/a.txt", "X.y").read_text() == "one"
+  with failing("get_file", OSError("read again")):
     assert remote.fetched(f"{bucket}/a.txt", "X.y").read_text() == "one"
-  assert len(copied) == 1
 
 
 @pytest.mark.parametrize("address", ["memory://nothing/here", "nowhere://at/all"])
@@ -124,12 +125,9 @@ def test_weights_are_written_to_a_url_and_read_back(bucket, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
 
 
-def test_failed_upload_keeps_the_local_file(bucket, monkeypatch):
-  def refuse(*args, **kwargs):
-    raise PermissionError("403: not yours")
-
-  monkeypatch.setattr(type(BUCKET), "put_file", refuse)
+def test_failed_upload_keeps_the_local_file(bucket):
   with (
+    failing("put_file", PermissionError("403: not yours")),
     pytest.raises(base.InputError, match="403: not yours") as caught,
     remote.stored(f"{bucket}/a.txt") as path,
   ):
@@ -175,15 +173,12 @@ def test_unreadable_url_is_not_written_to(bucket, monkeypatch):
   """Otherwise an empty run could replace one that could not be downloaded."""
   address = f"{bucket}/run"
   _, before = finished_run(address)
-
-  def refuse(*args, **kwargs):
-    raise OSError("the network is down")
-
   monkeypatch.setattr(remote, "CACHE", remote.CACHE + " again")
-  with monkeypatch.context() as patch:
-    patch.setattr(type(BUCKET), "get_file", refuse)
-    with pytest.raises(base.InputError, match="the network is down"):
-      start(address)
+  with (
+    failing("get_file", OSError("the network is down")),
+    pytest.raises(base.InputError, match="the network is down"),
+  ):
+    start(address)
   assert {name: BUCKET.cat(name) for name in BUCKET.find(address)} == before
 
 
@@ -199,16 +194,13 @@ def test_run_that_was_removed_remotely_starts_again(bucket):
   assert aside.finished and aside.metrics_path.exists()
 
 
-def test_upload_can_be_repeated_after_a_missing_bucket_error(bucket, monkeypatch):
+def test_upload_can_be_repeated_after_a_missing_bucket_error(bucket):
   """Nothing is recorded as uploaded, so the same command uploads everything."""
-
-  def refuse(*args, **kwargs):
-    raise FileNotFoundError("no bucket of that name")
-
-  with monkeypatch.context() as patch:
-    patch.setattr(type(BUCKET), "put_file", refuse)
-    with pytest.raises(base.InputError, match=r"no bucket.*the same command copies"):
-      finished_run(f"{bucket}/run")
+  with (
+    failing("put_file", FileNotFoundError("no bucket of that name")),
+    pytest.raises(base.InputError, match=r"no bucket.*the same command copies"),
+  ):
+    finished_run(f"{bucket}/run")
   assert not BUCKET.exists(bucket)
   with start(f"{bucket}/run") as again:
     assert again.finished
@@ -229,10 +221,6 @@ def test_run_is_uploaded_while_it_is_written(bucket, monkeypatch):
   assert not BUCKET.exists(f"{bucket}/run/.lock")
 
 
-class Interrupted(Exception):
-  """Ends a run between two steps, like a kill."""
-
-
 @pytest.mark.slow
 def test_run_continues_on_another_machine(lively_pair, bucket, tmp_path, monkeypatch):
   """Files that do not belong to the run stay in the bucket."""
@@ -247,10 +235,10 @@ def test_run_continues_on_another_machine(lively_pair, bucket, tmp_path, monkeyp
   def interrupted(self):
     seen.append(1)
     if len(seen) > 9:
-      raise Interrupted
+      raise KeyboardInterrupt
     return step(self)
 
-  with monkeypatch.context() as patch, pytest.raises(Interrupted):
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(engine.Engine, "step", interrupted)
     online.run(config)
   before = get(f"{address}/metrics.jsonl").count('"request"')

@@ -84,12 +84,28 @@ def curves(path: pathlib.Path, level: dict[str, float]) -> dict[str, dict]:
   requests = rows_lib.requests(rows_lib.read(path / "metrics.jsonl"))
   by_label = {}
   for label, rows in tables.by_segment(requests):
-    row = metrics.segment_summary([vars(request) for request in rows], 50)
+    row = segment_summary(rows)
     row["recovery"] = metrics.recovery_requests(
       [request.overlap for request in rows], level[label]
     )
     by_label[label] = row
   return by_label
+
+
+def segment_summary(rows, edge: int = 50) -> dict[str, float]:
+  """Returns means over the first, the last and all requests of a topic."""
+  summary: dict[str, float] = {"requests": len(rows)}
+  fields = {
+    "overlap": "overlap",
+    "floor_overlap": "floor_overlap",
+    "draft_acceptance": "draft_acceptance_rate",
+    "tokens_per_target_call": "tokens_per_target_call",
+  }
+  for label, part in (("first", rows[:edge]), ("last", rows[-edge:]), ("mean", rows)):
+    for name, field in fields.items():
+      # A request has no rate if it drafted no token.
+      summary[f"{name}_{label}"] = float(np.nanmean(rows_lib.column(part, field)))
+  return summary
 
 
 def forgetting(pair, path: pathlib.Path, shifts, answers, labels) -> dict[str, float]:

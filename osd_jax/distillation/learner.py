@@ -87,8 +87,8 @@ class Outcome:
     """Version of the draft after the update."""
     return int(self.learner.version)
 
-  def figures(self) -> dict[str, float]:
-    """Returns the fields of an update record in metrics.jsonl."""
+  def figures(self) -> dict[str, Any]:
+    """Returns the fields of an update's row in metrics.jsonl."""
     return {
       "loss": float(np.mean(self.losses)),
       "grad_norm": float(np.mean(self.grad_norms)),

@@ -7,7 +7,7 @@ tokens of the topic, says what these would have taken for the whole stream.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from osd_jax.loop import rows as rows_lib
@@ -56,7 +56,10 @@ class Account:
     }
     parts = {
       "serving": _sum(requests, "decode_ms") / 1e3,
-      "waiting for updates": _waited_ms(requests, updates) / 1e3,
+      "waiting for updates": (
+        _sum(updates, "wait_ms") + _sum(requests, "update_wait_ms")
+      )
+      / 1e3,
       "comparing": _sum(requests, "compare_ms") / 1e3,
       "metering": _sum(requests, "metering_ms") / 1e3,
     }
@@ -248,12 +251,6 @@ def verdict(rows: Iterable[rows_lib.Row]) -> Verdict:
   for row in rows:
     state = observe(state, row)
   return state
-
-
-def _waited_ms(
-  requests: Sequence[rows_lib.Request], updates: Sequence[rows_lib.Update]
-) -> float:
-  return _sum(updates, "wait_ms") + _sum(requests, "update_wait_ms")
 
 
 def _ms(row: rows_lib.Row, name: str) -> float:

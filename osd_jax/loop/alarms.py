@@ -48,23 +48,21 @@ class AlarmState:
 
 
 def observe(
-  state: AlarmState, row: rows_lib.Row, finished: int = 0
+  state: AlarmState, row: rows_lib.Row
 ) -> tuple[AlarmState, list[rows_lib.Alarm]]:
   """Updates the state with one row of metrics.jsonl, in the order of the file.
 
-  Only requests and updates change anything.
-
-  Returns:
-    The new state, and the rows of the alarms that start or end here, when `finished`
-    requests have finished.
+  Only requests and updates change anything. Returns the new state, and the rows of the
+  alarms that start or end here.
   """
-  verdicts: dict[str, bool] = {}
   recent = state.recent
   if isinstance(row, rows_lib.Request):
     recent = (*recent, (row.drafted, row.accepted, row.loops))[-WINDOW:]
-    verdicts = _judge_requests(recent)
+    verdicts, finished = _judge_requests(recent), row.index + 1
   elif isinstance(row, rows_lib.Update):
-    verdicts = {"update_not_finite": row.skipped > 0}
+    verdicts, finished = {"update_not_finite": row.skipped > 0}, row.finished
+  else:
+    return state, []
   # Only changes are reported. A condition that lasts would otherwise log a row for
   # every request.
   changes = [

@@ -5,10 +5,9 @@ computes the verdict and the alarms again from these rows.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from osd_jax.costs.table import Costs
 from osd_jax.loop import account, alarms
 from osd_jax.loop import rows as rows_lib
 from osd_jax.runs import log as log_lib
@@ -25,7 +24,7 @@ class Log:
   Attributes:
     rows: metrics.jsonl; None without a run directory.
     outputs: outputs.jsonl; likewise.
-    on_row: called with kind and fields of every row.
+    on_row: called with every row.
   """
 
   def __init__(
@@ -43,7 +42,7 @@ class Log:
     """
     self._announce, self._learns = announce, learns
     self._keep_outputs = keep_outputs
-    self.on_row: Callable[[str, Mapping[str, Any]], object] = lambda kind, row: None
+    self.on_row: Callable[[rows_lib.Row], object] = lambda row: None
     self.rows: log_lib.MetricsLog | None = None
     self.outputs: log_lib.JsonLines | None = None
     if directory is not None:
@@ -52,27 +51,22 @@ class Log:
       self.outputs = log_lib.JsonLines(directory.outputs_path)
     self._verdict, self._alarms = account.Verdict(), alarms.AlarmState()
 
-  def write_costs(self, costs: Costs) -> None:
-    """Logs the run's measured costs."""
-    self._append("costs", dataclasses.asdict(costs))
+  def write(self, row: rows_lib.AnyRow) -> rows_lib.AnyRow:
+    """Logs a row, and the alarms that start or end here; returns the row.
 
-  def write(self, kind: str, row: dict[str, Any], finished: int) -> None:
-    """Logs a row, the verdict so far, and the alarms that start or end here.
-
-    The fields of the verdict are added to the row of a request. `finished` requests
-    have finished, which alarms note.
+    A request gets the fields of the verdict so far.
     """
     # Observed before the row is written, so that a request's row holds the verdict that
     # includes it.
-    entry = rows_lib.KINDS[kind](**row)
-    self._verdict = account.observe(self._verdict, entry)
-    if kind == "request" and self._learns:
-      row |= self._verdict.fields()
-    self._append(kind, row)
-    self._alarms, changes = alarms.observe(self._alarms, entry, finished)
+    self._verdict = account.observe(self._verdict, row)
+    if isinstance(row, rows_lib.Request) and self._learns:
+      row = dataclasses.replace(row, **self._verdict.fields())
+    self._append(row)
+    self._alarms, changes = alarms.observe(self._alarms, row)
     for alarm in changes:
-      self._append(alarm.kind, vars(alarm))
+      self._append(alarm)
       self._announce(alarm.text)
+    return row
 
   def write_output(self, answer: Mapping[str, Any]) -> None:
     """Logs what `keep_outputs` keeps of an answer, which has `prompt_ids` too."""
@@ -82,25 +76,17 @@ class Log:
     row = {name: value for name, value in answer.items() if name not in absent}
     self.outputs.append(log_lib.strict(row)[0])
 
-  def log_event(self, kind: str, text: str, **fields: Any) -> None:
+  def log_event(self, name: str, text: str, finished: int = 0) -> None:
     """Logs a sentence, and shows it."""
     self._announce(text)
-    self._append("event", {"finished": 0, **fields, "name": kind, "text": text})
+    self._append(rows_lib.Event(finished=finished, name=name, text=text))
 
-  def read(self) -> Iterator[dict[str, Any]]:
-    """Yields the rows of metrics.jsonl."""
-    return iter(()) if self.rows is None else log_lib.read(self.rows.path)
-
-  def restore(self) -> float:
-    """Computes the verdict and the alarms from the rows of the log.
-
-    Returns the seconds that the run had served when its last row was written.
-    """
+  def restore(self) -> list[rows_lib.Request]:
+    """Computes the verdict and the alarms from the log, and returns its requests."""
     rows = [] if self.rows is None else rows_lib.read(self.rows.path)
     self._alarms = alarms.replay(rows)
     self._verdict = account.verdict(rows)
-    requests = rows_lib.of(rows_lib.Request, rows)
-    return max((row.run_seconds for row in requests), default=0.0)
+    return rows_lib.of(rows_lib.Request, rows)
 
   def close(self) -> None:
     """Closes both logs."""
@@ -108,7 +94,7 @@ class Log:
       if file is not None:
         file.close()
 
-  def _append(self, kind: str, row: Mapping[str, Any]) -> None:
+  def _append(self, row: rows_lib.Row) -> None:
     if self.rows is not None:
-      self.rows.write(rows_lib.KINDS[kind](**row))
-    self.on_row(kind, row)
+      self.rows.write(row)
+    self.on_row(row)

@@ -15,8 +15,9 @@ import concurrent.futures
 import dataclasses
 import logging
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -29,6 +30,7 @@ from osd_jax.data.batches import EncodedExample
 from osd_jax.distillation.learner import LearningConfig, Outcome
 from osd_jax.engine.requests import Finished, Request, SamplingConfig
 from osd_jax.engine.server import Server
+from osd_jax.loop import rows as rows_lib
 from osd_jax.loop.log import Log
 from osd_jax.loop.meter import Meter
 from osd_jax.runs.checkpoint import OTHER_WEIGHTS
@@ -57,11 +59,11 @@ class Source(Protocol):
 
   def is_taught(self, answer: Finished) -> bool:
     """Returns False if an answer must leave no trace in the draft or on the disk."""
-    ...
+    del answer
+    return True
 
   def publish(self, answers: Sequence[Finished]) -> None:
     """Called after each call of decoding with the answers that it finished."""
-    ...
 
   def state(self) -> dict[str, Any]:
     """Returns what `restore` needs, JSON-able."""
@@ -74,6 +76,53 @@ class Source(Protocol):
   def draft_name(self, finished: int) -> str:
     """Returns a file name if the draft shall be saved after `finished` requests."""
     ...
+
+
+class StreamSource(Source):
+  """The queries of a stream, of which one is always waiting."""
+
+  def __init__(
+    self, stream: streams.Stream, sampling: SamplingConfig, keeps_drafts: bool
+  ):
+    """Starts at the first query."""
+    self.stream, self._sampling = stream, sampling
+    self._keeps_drafts, self._submitted = keeps_drafts, 0
+
+  def requests(self) -> Iterator[Request]:
+    """Yields the requests that were not submitted yet."""
+    while True:
+      try:
+        request = self.request(self._submitted)
+      except IndexError:  # the end of the stream
+        return
+      self._submitted += 1
+      yield request
+
+  def request(self, index: int) -> Request:
+    """Returns the request of a query."""
+    tokens = self.stream[index].tokens
+    return Request(tokens, self._sampling.of_request(index), tag=index)
+
+  def query(self, answer: Finished) -> streams.Query:
+    """Returns the query of an answer."""
+    return self.stream[answer.request.tag]
+
+  def state(self) -> dict[str, Any]:
+    """Returns the position in the stream."""
+    return {"submitted": self._submitted, "stream": self.stream.state()}
+
+  def restore(self, state: dict[str, Any]) -> Callable[[int], Request]:
+    """Continues at a position."""
+    self._submitted = state["submitted"]
+    self.stream.restore(state["stream"])
+    return self.request
+
+  def draft_name(self, finished: int) -> str:
+    """Returns the file of the draft at a shift of the stream, if drafts are kept."""
+    shifts = dict(self.stream.shifts()[1:]) if self._keeps_drafts else {}
+    if finished not in shifts:
+      return ""
+    return f"{finished:06d}_before_{shifts[finished]}.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +203,8 @@ class Loop:
       )
     self._calls = background.OrderedCalls(
       settings.in_background,
-      MAX_PENDING * server.engine.config.rows,
+      # `step` of a live loop never waits.
+      sys.maxsize if settings.is_live else MAX_PENDING * server.engine.config.rows,
     )
     self.finished = self.learned = self.dropped = 0
     self.failure = ""
@@ -162,7 +212,7 @@ class Loop:
     # Requests in flight come after `_answered` >= `finished`: the answers between them
     # wait to be processed.
     self._answered = 0
-    self._rows: list[dict[str, Any]] = []  # logged, but not yet returned by `step`
+    self._rows: list[rows_lib.Request] = []  # logged, not yet returned by `step`
     self._is_closing = False
     self._memory: Any = None  # a copy of the n-gram cache, for checkpoints
     target = self.pair.named_params["target"]
@@ -181,7 +231,8 @@ class Loop:
     state = None
     if self._checkpointer is not None:
       state = self._checkpointer.restore(self._structure)
-      self._seconds_before = self.log.restore()
+    requests = self.log.restore()
+    self._seconds_before = max((row.run_seconds for row in requests), default=0.0)
     if state is not None:
       arrays, host = state
       self.finished = host["finished"]
@@ -191,16 +242,20 @@ class Loop:
       self.learned = self.server.learner.finished if self.settings.learns else 0
     if self.settings.is_live and self.log.outputs is not None:
       if self._checkpointer is None:
-        self._seconds_before = self.log.restore()
-        self.finished = len(runs.of_kind(self.log.read(), "request"))
+        self.finished = len(requests)
       self._started = time.perf_counter()
       self._process_again(runs.read(self.log.outputs.path))
     self._answered = self.finished
     return state is not None
 
-  def start(self, row: Mapping[str, float]) -> None:
-    """Begins to serve; `row` holds the times of the start."""
-    self.log.write("start", dict(row), self.finished)
+  def start(self, loading: float, compiling: float, measuring: float = 0.0) -> None:
+    """Begins to serve, and logs the seconds that the parts of the start took."""
+    row = rows_lib.Start(
+      loading_ms=loading * 1e3,
+      compiling_ms=compiling * 1e3,
+      measuring_ms=measuring * 1e3,
+    )
+    self.log.write(row)
     self._served = self.server.serve(self.source.requests())
     self._started = time.perf_counter()
 
@@ -222,14 +277,14 @@ class Loop:
     """Answers that wait to be processed."""
     return self._answered - self.finished
 
-  def step(self) -> list[dict[str, Any]] | None:
+  def step(self) -> list[rows_lib.Request] | None:
     """Runs one jitted call of decoding and processes the answers that it finished.
 
-    Returns their log records, or None after the end of the source.
+    Returns their rows, or None after the end of the source.
     """
     answers = next(self._served, None)
     for message in self.server.engine.messages():
-      self.log.log_event("replica", message, finished=self.finished)
+      self.log.log_event("replica", message, self.finished)
     entries = [self._entry(answer) for answer in answers or ()]
     every = self.settings.checkpoint_every
     if any(index % every == every - 1 for index, _, _ in entries):
@@ -241,7 +296,7 @@ class Loop:
       # Plain decoding and the floor draft are timed, so they need all cores.
       alone = answer.batch is not None and self.meter.compares(index)
       self._calls.add(self._safely, answer, query, alone, alone=alone)
-    self._rows += self._calls.ready() if not self.settings.is_live else []
+    self._rows += self._calls.ready()
     self._checkpoint_if_due(answers is None)
     rows, self._rows = self._rows, []
     return None if answers is None and not rows else rows
@@ -277,7 +332,7 @@ class Loop:
 
   def _safely(
     self, answer: Finished, query: streams.Query, alone: bool
-  ) -> dict[str, Any]:
+  ) -> rows_lib.Request | None:
     """Calls `_process`; in a live loop, an error stops learning and nothing else."""
     if not self.settings.is_live:
       return self._process(answer, query, alone)
@@ -289,30 +344,28 @@ class Loop:
         return row
       except Exception as error:
         self._fail(error)
-    return {}
+    return None
 
   def _process(
     self, answer: Finished, query: streams.Query, alone: bool
-  ) -> dict[str, Any]:
-    """Measures an answer, learns from it and logs it; returns its log record.
+  ) -> rows_lib.Request:
+    """Measures an answer, learns from it and logs it; returns its row.
 
     The answer is measured before the draft trains on it, so all reported overlaps are
     prequential.
     """
     in_background = self._calls.in_background
-    row = self.meter.row(
-      answer, query, self.finished, self.server, in_background and not alone
-    )
+    beside = in_background and not alone
+    row = self.meter.row(answer, query, self.finished, self.server, beside)
     outcome = None
     if self.settings.learns:
       if answer.batch is not None:
-        rivals = self._score_rivals(answer, row, in_background and not alone)
-        outcome = self.server.learn(answer, row["overlap"], in_background, rivals)
-      row["paused"] = self.server.learner.paused
+        row, rivals = self._score_rivals(answer, row, beside)
+        outcome = self.server.learn(answer, row.overlap, in_background, rivals)
+      row = dataclasses.replace(row, paused=self.server.learner.paused)
     self.finished += 1
     self._log_update(outcome)
-    row["run_seconds"] = self.seconds
-    self.log.write("request", row, self.finished)
+    row = self.log.write(dataclasses.replace(row, run_seconds=self.seconds))
     self._log_decision()
     if name := self.source.draft_name(self.finished):
       self._save_draft(Path("drafts") / name)
@@ -321,17 +374,21 @@ class Loop:
     return row
 
   def _score_rivals(
-    self, answer: Finished, row: dict[str, Any], beside: bool
-  ) -> dict[str, float]:
-    """Returns the overlaps that a gate needs; adds the rival's to the row."""
+    self, answer: Finished, row: rows_lib.Request, beside: bool
+  ) -> tuple[rows_lib.Request, dict[str, float]]:
+    """Returns the row with what a gate adds to it, and the overlaps that it needs."""
     if self.settings.learning.gate is None:
-      return {}
+      return row, {}
     started = time.perf_counter()
-    rivals = self.server.score_rivals(answer, row.get("floor_overlap"))
+    rivals = self.server.score_rivals(answer, row.floor_overlap)
     gate_ms = (time.perf_counter() - started) * 1e3
-    row["rival_overlap"], row["gate_ms"] = rivals.get("rival"), 0.0
-    row["metering_beside_ms" if beside else "gate_ms"] += gate_ms
-    return rivals
+    row = dataclasses.replace(
+      row,
+      rival_overlap=rivals.get("rival"),
+      gate_ms=0.0 if beside else gate_ms,
+      metering_beside_ms=row.metering_beside_ms + gate_ms * beside,
+    )
+    return row, rivals
 
   # --- The logs -----------------------------------------------------------------------
 
@@ -357,9 +414,13 @@ class Loop:
   def _log_update(self, outcome: Outcome | None) -> None:
     """Logs the update that was swapped in, if there is one."""
     if outcome is not None:
-      row = {"finished": self.finished, "launched": outcome.launched}
-      row |= {"version": outcome.version, **outcome.figures()}
-      self.log.write("update", row, self.finished)
+      row = rows_lib.Update(
+        finished=self.finished,
+        launched=outcome.launched,
+        version=outcome.version,
+        **outcome.figures(),
+      )
+      self.log.write(row)
 
   def _log_decision(self) -> None:
     """Logs what the gate decided on the last answer, if it decided anything."""
@@ -368,8 +429,8 @@ class Loop:
     learner = self.server.learner
     decision, learner.decision = learner.decision, None
     if decision is not None:
-      row = {"finished": self.finished, **dataclasses.asdict(decision)}
-      self.log.write("gate", {**row, "text": decision.sentence()}, self.finished)
+      fields = {**vars(decision), "text": decision.sentence()}
+      self.log.write(rows_lib.Gate(finished=self.finished, **fields))
 
   def _save_draft(self, name: str | Path) -> Path | None:
     """Saves the draft in the run directory, if it has weights and they are sound."""
@@ -380,7 +441,7 @@ class Loop:
     try:
       return self.server.save(path, f"osd, after {self.finished} requests")
     except base.BrokenDraftError as error:  # outputs are exact, so the run can end well
-      self.log.log_event("unsaved", str(error), finished=self.finished)
+      self.log.log_event("unsaved", str(error), self.finished)
       return None
 
   def _fail(self, error: Exception) -> None:
@@ -418,9 +479,8 @@ class Loop:
   def forget_memory(self) -> None:
     """Removes copies of the n-gram cache from the disk; see `submit`."""
     if self._checkpointer is not None and self._keeps_tokens and not self.failure:
-      arrays, server = self._state()
-      host = {"finished": self.finished, "source": {}, "server": server}
-      self._checkpointer.rewrite(self.finished, arrays, host)
+      self.checkpoint(replace=True)
+      self._checkpointer.remove_older()
 
   def load(self, params: base.Params) -> int:
     """Goes on from another draft, and returns its version; see `submit`.
@@ -551,22 +611,18 @@ class Loop:
     if self._checkpointer is not None:
       try:
         if self.settings.is_live and is_complete:
-          self._close_live()
+          self.copy_memory()
+          if not self._keeps_tokens:  # the checkpoint has no update in progress
+            self._log_update(self.server.finish_learning())
+          self.checkpoint(replace=True)
       finally:
         # The checkpoints are completed first, so that a failed write is reported before
         # the results exist.
         self._checkpointer.close()
     if is_complete:
       self._log_update(self.server.finish_learning())
-      self.log.write("summary", {"wall_seconds": wall_seconds}, self.finished)
+      self.log.write(rows_lib.Summary(wall_seconds=wall_seconds))
       self._save_draft("draft.safetensors")
     self.server.close()
     self.log.close()
     return is_complete
-
-  def _close_live(self) -> None:
-    """Saves the last step of a live loop."""
-    self.copy_memory()
-    if not self._keeps_tokens:  # the checkpoint has no update in progress
-      self._log_update(self.server.finish_learning())
-    self.checkpoint(replace=True)

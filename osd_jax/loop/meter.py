@@ -6,6 +6,7 @@ after the online draft. Only this comparison shows the value of learning.
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from osd_jax.data import streams
 from osd_jax.engine import agreement
 from osd_jax.engine.requests import DecodingConfig, Finished
 from osd_jax.engine.server import Server
+from osd_jax.loop import rows as rows_lib
 
 
 class Meter:
@@ -82,7 +84,7 @@ class Meter:
     index: int,
     server: Server,
     beside: bool,
-  ) -> dict[str, Any]:
+  ) -> rows_lib.Request:
     """Returns the row of one request.
 
     `index` requests finished before it. The draft of the server may have been swapped
@@ -90,37 +92,33 @@ class Meter:
     without a batch is not measured.
     """
     started, tokens = time.perf_counter(), len(answer.tokens)
-    row = {
-      "index": index,
-      "query": query.index,
-      "source": query.task,
-      **({} if answer.batch is None else self._agreement(answer, index, server)),
-      **_counts(answer, ""),
-      "accepted_per_position": answer.accepted_per_position[
-        : self._decoding.num_draft_tokens
-      ],
-      "target_calls": answer.target_calls,
-      "drafted": answer.drafted,
-      "accepted": answer.accepted,
-      "output_tokens": tokens,
-      "stop_reason": answer.stop_reason.name,
-      "loops": metrics.loops(answer.tokens),
-      "draft_version": answer.draft_version,
-      "decode_ms": answer.milliseconds,
-      "online_ms_per_token": answer.milliseconds / tokens if tokens else None,
-    }
+    measured = {} if answer.batch is None else self._agreement(answer, index, server)
     metering_ms = (time.perf_counter() - started) * 1e3
-    row |= {"metering_ms": 0.0, "metering_beside_ms": 0.0}
-    row["metering_beside_ms" if beside else "metering_ms"] = metering_ms
+    measured["metering_beside_ms" if beside else "metering_ms"] = metering_ms
     if answer.stop_reason == base.StopReason.NOT_FINITE:
-      row["certificate"] = self._certifier.broken()
-    elif answer.batch is None:
-      return row
-    elif self.compares(index):
-      row.update(self._compared(answer, query.index, server))
-    elif self._rivals is not None:
+      measured["certificate"] = self._certifier.broken()
+    elif answer.batch is not None and self.compares(index):
+      measured |= self._compared(answer, query.index, server)
+    elif answer.batch is not None and self._rivals is not None:
       self._rivals.observe(answer)
-    return row
+    num_draft_tokens = self._decoding.num_draft_tokens
+    return rows_lib.Request(
+      index=index,
+      query=query.index,
+      source=query.task,
+      **acceptance([answer]),
+      accepted_per_position=answer.accepted_per_position[:num_draft_tokens],
+      target_calls=answer.target_calls,
+      drafted=answer.drafted,
+      accepted=answer.accepted,
+      output_tokens=tokens,
+      stop_reason=answer.stop_reason.name,
+      loops=metrics.loops(answer.tokens),
+      draft_version=answer.draft_version,
+      decode_ms=answer.milliseconds,
+      online_ms_per_token=answer.milliseconds / tokens if tokens else None,
+      **measured,
+    )
 
   def _agreement(self, answer: Finished, index: int, server: Server) -> dict[str, Any]:
     """Overlap and acceptance of the draft that serves, and of the floor draft."""
@@ -160,7 +158,7 @@ class Meter:
     row = {
       "plain_ms_per_token": plain.milliseconds / len(answer.tokens),
       "floor_ms_per_token": floor.milliseconds / len(answer.tokens),
-      **_counts(floor, "floor_"),
+      **acceptance([floor], "floor_"),
       "update_wait_ms": wait_ms * share,
     }
     if certificate.applies(answer.request.sampling, self._decoding):
@@ -171,11 +169,12 @@ class Meter:
     return row
 
 
-def _counts(answer: Finished, prefix: str) -> dict[str, float | None]:
-  rate = metrics.draft_acceptance_rate(answer.accepted, answer.drafted)
-  tokens_per_call = metrics.tokens_per_target_call(
-    len(answer.tokens), answer.target_calls
-  )
+def acceptance(answers: Sequence[Finished], prefix: str = "") -> dict[str, Any]:
+  """Acceptance rates of several answers, from the sums of their counters."""
+  counts = [(x.accepted, x.drafted, len(x.tokens), x.target_calls) for x in answers]
+  accepted, drafted, tokens, calls = map(sum, zip(*counts, strict=True))
+  rate = metrics.draft_acceptance_rate(accepted, drafted)
+  tokens_per_call = metrics.tokens_per_target_call(tokens, calls)
   return {
     f"{prefix}draft_acceptance_rate": rate,
     f"{prefix}tokens_per_target_call": tokens_per_call,
@@ -205,11 +204,11 @@ class Rivals:
   ):
     """Makes both servers from the run's decoding config, with one row, and compiles."""
     single = decoding.with_rows(1)
+    self._pair = pair
     # Plain decoding has no use for records, so it does not pay for them.
     unrecorded = dataclasses.replace(
       single, record_top_k=0, max_rounds=decoding.target_length
     )
-    self._pair = pair
     self._plain = Server(pair.plain(), unrecorded, partition=partition)
     self._floor = Server(pair, single, partition=partition)
     for server in (self._plain, self._floor):

@@ -320,10 +320,14 @@ def _terms(summary: tables.Summary) -> dict[str, str]:
 
 def _subtitle(path: Path, provenance: Mapping[str, Any]) -> str:
   sha = provenance.get("git_sha")
+  time = lambda text: text[:16].replace("T", " ")
+  last = [provenance, *provenance["resumed"]][-1]  # session
+  # A server never finishes. A session without an end goes on, or was killed.
+  state = f"stopped in order {time(last['ended'])}" if last["ended"] else "not finished"
   facts = [
     path.name,
-    f"started {provenance['started'][:16].replace('T', ' ')}",
-    "" if provenance.get("finished") else "not finished",
+    f"started {time(provenance['started'])}",
+    "" if provenance.get("finished") else state,
     f"{provenance['device_count']} x {provenance['device_kind']}",
     f"seed {provenance['seed']}" if provenance["seed"] is not None else "",
     f"commit {sha[:10]}" if sha else "",

@@ -163,25 +163,6 @@ def _labelled(picture: Any, axes: Any, along: str) -> Any:
   return legend(picture, axes)
 
 
-def grouped_bars(axes: Any, groups: Sequence[str], values: Mapping[str, Any]) -> None:
-  """Draws the series as bars next to each other in every group, with their numbers.
-
-  `values` has one number per group for each series; NaN draws nothing.
-  """
-  width = 0.8 / max(len(values), 1)
-  for number, (name, heights) in enumerate(values.items()):
-    # Centred: the middle of a group's bars is at its tick.
-    shift = (number - (len(values) - 1) / 2) * width
-    where = [group + shift for group in range(len(groups))]
-    bars = axes.bar(where, heights, width * 0.94, color=COLORS[number], label=name)
-    if len(groups) * len(values) <= 24:  # more numbers would overlap
-      label = lambda height: f"{height:.2f}" if height else ""
-      axes.bar_label(bars, fmt=label, fontsize="small", padding=2, color=PLAIN)
-  axes.set_xticks(range(len(groups)), groups)
-  crowded = sum(map(len, groups)) > 45
-  axes.tick_params(axis="x", length=0, rotation=25 if crowded else 0)
-
-
 # --- Online runs ----------------------------------------------------------------------
 
 
@@ -210,24 +191,16 @@ def _drafts_over(
   return _over_requests(lines, title, limits or (1.0, _ceiling(lines, 1.0)))
 
 
-overlap = functools.partial(_drafts_over, "overlap", "Overlap", (0.0, 1.02))
-tokens_per_call = functools.partial(
-  _drafts_over, "tokens_per_target_call", "Tokens per target call", None
-)
-
-
 def milliseconds(rows: Sequence[Row]) -> Any:
   """Milliseconds per token of plain, frozen and online decoding over the stream."""
   requests = rows_lib.requests(rows)
-  tokens = column(requests, "output_tokens")
-  times = column(requests, "online_ms_per_token")
-  # Without a comparison, decoding time per token is all that was measured.
-  per_token = column(requests, "decode_ms") / np.where(tokens > 0, tokens, np.nan)
-  online = np.where(np.isfinite(times), times, per_token)
   lines = [
-    Line("plain", requests, column(requests, "plain_ms_per_token"), PLAIN, ":"),
-    Line("frozen", requests, column(requests, "floor_ms_per_token"), FLOOR, "--"),
-    Line("online", requests, online, ONLINE),
+    Line(name, requests, column(requests, f"{field}_ms_per_token"), color, style)
+    for name, field, color, style in (
+      ("plain", "plain", PLAIN, ":"),
+      ("frozen", "floor", FLOOR, "--"),
+      ("online", "online", ONLINE, "-"),
+    )
   ]
   limits = (0.0, _ceiling(lines, 0.98))
   return _over_requests(lines, "Milliseconds per token", limits)
@@ -240,9 +213,7 @@ def saved(rows: Sequence[Row]) -> Any:
   # A run that compares no request has no such field, or only zeros.
   if not np.isfinite(frozen).any() or not frozen.any():
     return None
-  picture, (axes,) = figure("Time saved, seconds")
-  _mark_shifts(axes, requests)
-  _shade_pauses(axes, requests)
+  picture, axes = _over_stream("Time saved, seconds", requests)
   axes.axhline(0.0, color=FAINT, lw=1.0)
   where, plain = places(requests), column(requests, "saved_plain_seconds")
   axes.plot(where, plain, ":", color=PLAIN, lw=2, label="against plain decoding")
@@ -258,9 +229,7 @@ def update_loss(rows: Sequence[Row]) -> Any:
     return None
   requests = rows_lib.requests(rows)
   finished = column(updates, "finished")
-  picture, (axes,) = figure("Distillation loss of each update")
-  _mark_shifts(axes, requests)
-  _shade_pauses(axes, requests)
+  picture, axes = _over_stream("Distillation loss of each update", requests)
   axes.plot(finished, losses, ".", color=ONLINE, alpha=0.4, markersize=5, mew=0)
   starts = _breaks(requests, finished)
   means = tables.trailing_mean(losses, 5, starts)
@@ -345,10 +314,8 @@ def _over_requests(
   lines = [line for line in lines if np.isfinite(line.values).any()]
   if not lines:
     return None
-  picture, (axes,) = figure(title)
-  _mark_shifts(axes, lines[0].requests)
-  if lines[0].dots:  # compared runs pause at different times
-    _shade_pauses(axes, lines[0].requests)
+  # Compared runs, which have no dots, pause at different times.
+  picture, axes = _over_stream(title, lines[0].requests, pauses=lines[0].dots)
   hidden = 0
   for line in lines:
     if line.dots:
@@ -362,6 +329,18 @@ def _over_requests(
   return _labelled(
     picture, axes, "request" + (f" ({hidden} dots above)" if hidden else "")
   )
+
+
+def _over_stream(
+  title: str, requests: Sequence[Request], pauses: bool = True
+) -> tuple[Any, Any]:
+  """Makes a figure and its axes, with the shifts and pauses of the stream."""
+  picture, (axes,) = figure(title)
+  _mark_shifts(axes, requests)
+  for number, (start, stop) in enumerate(_pauses(requests) if pauses else ()):
+    label = {} if number else {"label": "learning paused"}
+    axes.axvspan(start, stop, color=PAUSE, lw=0, zorder=0, **label)
+  return picture, axes
 
 
 def places(requests: Sequence[Request]) -> np.ndarray:
@@ -400,19 +379,9 @@ def _breaks(requests: Sequence[Request], finished: np.ndarray) -> list[int]:
 
 def _pauses(requests: Sequence[Request]) -> list[tuple[float, float]]:
   """(first, last) position of every stretch in which updates were paused."""
-  spans = []
   grouped = itertools.groupby(requests, key=lambda row: bool(row.paused))
-  for paused, part in grouped:
-    where = places(list(part))
-    if paused:
-      spans.append((where[0] - 0.5, where[-1] + 0.5))
-  return spans
-
-
-def _shade_pauses(axes: Any, requests: Sequence[Request]) -> None:
-  for number, (start, stop) in enumerate(_pauses(requests)):
-    label = {} if number else {"label": "learning paused"}
-    axes.axvspan(start, stop, color=PAUSE, lw=0, zorder=0, **label)
+  paused = [places(list(part)) for is_paused, part in grouped if is_paused]
+  return [(where[0] - 0.5, where[-1] + 0.5) for where in paused]
 
 
 def _ceiling(lines: Sequence[Line], quantile: float) -> float:
@@ -493,19 +462,15 @@ def held_out(rows: Sequence[Row]) -> Any:
 
 def drafts(rows: Sequence[Row]) -> Any:
   """Overlap of every draft with the target, one group of bars per task."""
-  bars = [
-    (row.task, row.draft, row.distribution_overlap)
-    for row in rows_lib.of(rows_lib.Draft, rows)
-  ]
+  measured = rows_lib.of(rows_lib.Draft, rows)
+  bars = {(row.task, row.draft): row.distribution_overlap for row in measured}
   return _by_draft(bars, "Overlap of drafts")
 
 
 def speeds(rows: Sequence[Row]) -> Any:
   """Speed-up of every draft over plain decoding, by rows in flight."""
-  bars = [
-    (f"{row.rows} row(s)", row.draft, row.speed_up)
-    for row in rows_lib.of(rows_lib.Speed, rows)
-  ]
+  measured = rows_lib.of(rows_lib.Speed, rows)
+  bars = {(f"{row.rows} row(s)", row.draft): row.speed_up for row in measured}
   picture = _by_draft(bars, "Speed-up over plain decoding")
   if picture is not None:
     picture.axes[0].axhline(1, color=INK, lw=0.8, ls=":")
@@ -524,20 +489,28 @@ def replayed(rows: Sequence[Row]) -> Any:
   return _labelled(picture, axes, "answers of the log")
 
 
-def _by_draft(bars: Sequence[tuple[str, str, float | None]], title: str) -> Any:
-  """Groups of bars (group, draft, value), one bar per draft."""
-  heights = {(group, draft): value for group, draft, value in bars if value is not None}
+def _by_draft(bars: Mapping[tuple[str, str], float | None], title: str) -> Any:
+  """Groups of bars, (group, draft) -> value, with their numbers; NaN draws nothing."""
+  heights = {place: value for place, value in bars.items() if value is not None}
   if not heights:
     return None
   groups = list(dict.fromkeys(group for group, _ in heights))
   # More drafts than colors could not be told apart.
   labels = list(dict.fromkeys(draft for _, draft in heights))[: len(COLORS)]
   picture, (axes,) = figure(title)
-  grouped_bars(
-    axes,
-    groups,
-    {name: [heights.get((one, name), np.nan) for one in groups] for name in labels},
-  )
+  width = 0.8 / len(labels)
+  for number, label in enumerate(labels):
+    # Centered: the middle of a group's bars is at its tick.
+    shift = (number - (len(labels) - 1) / 2) * width
+    values = [heights.get((group, label), np.nan) for group in groups]
+    where = np.arange(len(groups)) + shift
+    drawn = axes.bar(where, values, width * 0.94, color=COLORS[number], label=label)
+    if len(groups) * len(labels) <= 24:  # more numbers would overlap
+      shown = lambda height: f"{height:.2f}" if height else ""
+      axes.bar_label(drawn, fmt=shown, fontsize="small", padding=2, color=PLAIN)
+  axes.set_xticks(range(len(groups)), groups)
+  crowded = sum(map(len, groups)) > 45
+  axes.tick_params(axis="x", length=0, rotation=25 if crowded else 0)
   axes.margins(y=0.12)
   return legend(picture, axes)
 
@@ -548,12 +521,14 @@ _LINES = "Lines are means of the last 25 requests, dots single requests."
 # data and folds the others away. A function returns None if the rows have no data.
 PLOTS: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
   "distribution_overlap": (
-    overlap,
+    functools.partial(_drafts_over, "overlap", "Overlap", (0.0, 1.02)),
     "How much of the target's distribution the draft covers, before it learned from the"
     " request. The draft has learned where blue is above orange. " + _LINES,
   ),
   "tokens_per_target_call": (
-    tokens_per_call,
+    functools.partial(
+      _drafts_over, "tokens_per_target_call", "Tokens per target call", None
+    ),
     "Tokens that one call of the target gives: 1 is plain decoding. " + _LINES,
   ),
   "milliseconds_per_token": (

@@ -7,7 +7,7 @@ every `EVERY` seconds.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ import rich.console
 import rich.progress
 import rich.status
 import rich.table
+
+from osd_jax.loop.rows import Request
 
 WINDOW = 25  # requests of the trailing figures
 EVERY = 20.0  # seconds between plain lines
@@ -72,7 +74,7 @@ class Progress:
 
   def __init__(self, console: rich.console.Console, total: int | None, finished: int):
     """Starts at `finished` of `total` requests; a `total` of None is unknown."""
-    self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+    self._recent: deque[Request] = deque(maxlen=WINDOW)
     self._finished = finished
     self._bar = bar(console)
     self._task = self._bar.add_task(
@@ -86,26 +88,26 @@ class Progress:
   def __exit__(self, *_: object) -> None:
     self._bar.stop()
 
-  def show(self, row: Mapping[str, Any]) -> None:
-    """Adds a request row to the figures and shows them."""
+  def show(self, row: Request) -> None:
+    """Adds a request to the figures and shows them."""
     self._recent.append(row)
     self._finished += 1
 
     def mean(name: str) -> str:
-      values = [r[name] for r in self._recent if r.get(name) is not None]
+      values = [x for one in self._recent if (x := getattr(one, name)) is not None]
       return f"{np.mean(values):.2f}" if values else "-"
 
     figures = (
-      f"{row['source']}: overlap {mean('overlap')}, frozen {mean('floor_overlap')};"
+      f"{row.source}: overlap {mean('overlap')}, frozen {mean('floor_overlap')};"
       f" {mean('tokens_per_target_call')} tokens/call,"
       f" {mean('online_ms_per_token')} ms/token{_saved(row)}"
     )
     self._bar.update(self._task, completed=self._finished, figures=figures)
 
 
-def _saved(row: Mapping[str, Any]) -> str:
+def _saved(row: Request) -> str:
   """Measured savings so far, against both rivals; "" before the first comparison."""
-  frozen, plain = row.get("saved_seconds"), row.get("saved_plain_seconds")
+  frozen, plain = row.saved_seconds, row.saved_plain_seconds
   if frozen is None or plain is None:
     return ""
   return f"; saved {frozen:+.1f} s against frozen, {plain:+.1f} s against plain"

@@ -453,29 +453,21 @@ def segments(requests: Sequence[Request], min_run: int = 10) -> list[Segment]:
   A stream that mixes its sources has no such position and is one segment. If no source
   returns after another one, runs may have any length.
   """
-  sources = [row.source for row in requests]
-  if not sources:
-    return []
-  if len(list(itertools.groupby(sources))) == len(set(sources)):
+  grouped = itertools.groupby(requests, key=lambda row: row.source)
+  stretches = [(source, len(list(part))) for source, part in grouped]
+  if len(stretches) == len({source for source, _ in stretches}):
     min_run = 1
   starts: list[tuple[int, str]] = []
-  run_start = 0
-  for i, source in enumerate([*sources[1:], None], start=1):
-    if source == sources[i - 1]:
-      continue
-    current = starts[-1][1] if starts else None
-    if i - run_start >= min_run and sources[run_start] != current:
-      starts.append((run_start, sources[run_start]))
-    run_start = i
-  if not starts:
-    return [Segment("mixed", 0, len(sources))]
-  first = starts[0][0]
-  if first >= min_run:
+  place = 0
+  for source, length in stretches:
+    if length >= min_run and (not starts or source != starts[-1][1]):
+      starts.append((place, source))
+    place += length
+  if requests and (not starts or starts[0][0] >= min_run):
     starts.insert(0, (0, "mixed"))
-  else:
-    # The few requests before the first long run are counted as part of that run.
-    starts[0] = (0, starts[0][1])
-  stops = [start for start, _ in starts[1:]] + [len(sources)]
+  # The few requests before the first long run are counted as part of that run.
+  starts[:1] = [(0, source) for _, source in starts[:1]]
+  stops = [start for start, _ in starts[1:]] + [len(requests)]
   return [Segment(name, start, stop) for (start, name), stop in zip(starts, stops)]
 
 
@@ -523,56 +515,48 @@ def acceptance_per_position(requests: Sequence[Request]) -> np.ndarray:
 
 # --- On a console ---------------------------------------------------------------------
 
-_PADDING = 2  # characters between two columns
-
 
 def print_table(table: Table, console: rich.console.Console, title: str = "") -> None:
   """Prints rows with equal keys: text left-aligned, numbers right-aligned.
 
-  Numbers are never cut. Columns that do not fit go into another table below, which
-  repeats the leading text columns.
+  Numbers are never cut: in a table that is too wide, columns become rows.
   """
   if not table:
     return
   if title:
     console.print(f"\n{title}", highlight=False)
-  for names in _parts(table, console.width):
-    grid = rich.table.Table(
-      box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False
+  if sum(_widths(table).values()) + 2 * len(table[0]) > console.width:
+    table = [
+      {"": name, **{str(number): row[name] for number, row in enumerate(table)}}
+      for name in table[0]
+    ]
+  grid = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD,
+    pad_edge=False,
+    padding=(0, 1, 0, 0),
+    show_edge=False,
+    show_header="" not in table[0],
+  )
+  for name, width in _widths(table).items():
+    texts = [row[name] for row in table if isinstance(row[name], str)]
+    is_text = any(not text[:1].isdigit() for text in texts)  # "39.6%" is a number
+    grid.add_column(
+      name,
+      justify="left" if is_text else "right",
+      overflow="fold",
+      width=min(width, console.width // 2),
     )
-    for name in names:
-      justify = "left" if _is_text(table, name) else "right"
-      least = min(_width(table, name), console.width // 2)
-      grid.add_column(name, justify=justify, width=least, overflow="fold")
-    for row in table:
-      grid.add_row(*(_cell(row[name]) for name in names))
-    console.print(grid)
+  for row in table:
+    grid.add_row(*map(_cell, row.values()))
+  console.print(grid)
 
 
-def _parts(table: Table, width: int) -> list[list[str]]:
-  """Splits the columns into parts that fit the width; each starts with the text."""
-  names = list(table[0])
-  leading = list(itertools.takewhile(lambda name: _is_text(table, name), names))
-  leading_width = sum(_width(table, name) + _PADDING for name in leading)
-  parts, room = [leading.copy()], width - leading_width
-  for name in names[len(leading) :]:
-    needed = _width(table, name) + _PADDING
-    if needed > room and len(parts[-1]) > len(leading):
-      parts.append(leading.copy())
-      room = width - leading_width
-    parts[-1].append(name)
-    room -= needed
-  return parts
-
-
-def _width(table: Table, name: str) -> int:
-  """Minimum width: cells stay on one line, headings may wrap between words."""
-  return max(map(len, [*(_cell(row[name]) for row in table), *name.split()]))
-
-
-def _is_text(table: Table, name: str) -> bool:
-  texts = [row[name] for row in table if isinstance(row[name], str)]
-  return any(not text[:1].isdigit() for text in texts)  # "39.6%" is a number
+def _widths(table: Table) -> dict[str, int]:
+  """Least width of each column: only headings may wrap, between words."""
+  return {
+    name: max(map(len, [*(_cell(row[name]) for row in table), *name.split(), ""]))
+    for name in table[0]
+  }
 
 
 def _cell(value: Any) -> str:

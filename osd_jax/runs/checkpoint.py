@@ -17,6 +17,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import sys
 import threading
 import warnings
@@ -190,11 +191,23 @@ class Checkpointer:
     if jax.process_count() > 1:
       self.wait()
 
+  def remove_older(self) -> None:
+    """Removes all but the newest step, for data that must leave the disk."""
+    *older, _ = self.steps()
+    for step in older:
+      self._manager.delete(step)
+    for path in self._directory.glob("unused_*"):
+      shutil.rmtree(path)
+
   def _write(
     self, step: int, latest: int, arrays: Mapping[str, Any], facts: Mapping[str, Any]
   ) -> None:
     # Checksums are of the copy in memory, so they also detect errors of the write.
-    payload = {**facts, "checksums": _checksums(arrays)}
+    checksums = {
+      name: _checksum(leaf) if _is_whole(leaf) else None
+      for name, leaf in arrays.items()
+    }
+    payload = {**facts, "checksums": checksums}
     # Orbax refuses empty arrays; `_read_arrays` makes them from their shape.
     non_empty = {name: leaf for name, leaf in arrays.items() if leaf.size}
     whole = self._args.Composite(
@@ -406,13 +419,6 @@ def _described(arrays: Mapping[str, Any]) -> dict[str, str]:
   return {
     name: f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
     for name, leaf in arrays.items()
-  }
-
-
-def _checksums(arrays: Mapping[str, Any]) -> dict[str, int | None]:
-  """The checksum of each array; None for arrays that are not whole here."""
-  return {
-    name: _checksum(leaf) if _is_whole(leaf) else None for name, leaf in arrays.items()
   }
 
 

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,8 @@ class RunDirectory:
 
   def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
     # A mistyped setting must not leave a folder that refuses the corrected one.
-    if error is not None and self._is_new and not self._has_rows():
+    has_rows = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+    if error is not None and self._is_new and not has_rows:
       self._remove(*_FIRST, _LOCK)
       for folder in self._made:
         if not any(folder.iterdir()):
@@ -226,6 +227,12 @@ class RunDirectory:
     notes |= {"finished": now().isoformat(timespec="seconds"), "interrupted": False}
     self.write_json(self.provenance_path.name, notes)
 
+  def stop(self) -> None:
+    """Notes the end of this session of a run that has no end, such as a server's."""
+    notes = self.provenance()
+    _end_session(notes, now())
+    self.write_json(self.provenance_path.name, notes)
+
   def _open(self) -> None:
     # Stored, so that a failed start can remove the parents that it created.
     above = [self.path, *self.path.parents]
@@ -252,9 +259,10 @@ class RunDirectory:
     # A finished run gets no further session, so that its hours stay right.
     if notes.get("finished"):
       return
+    was_stopped = [notes, *notes["resumed"]][-1]["ended"] is not None
+    notes["interrupted"] |= not was_stopped
     _end_session(notes, self._last_written(notes))
     notes["resumed"].append(_session())
-    notes["interrupted"] = True
     self.write_json(self.provenance_path.name, notes)
 
   def _check_config(self, config: Any) -> None:
@@ -278,9 +286,6 @@ class RunDirectory:
       return datetime.datetime.fromisoformat([notes, *notes["resumed"]][-1]["started"])
     seconds = self.metrics_path.stat().st_mtime
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-
-  def _has_rows(self) -> bool:
-    return self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
 
   def _remove(self, *names: str) -> None:
     for name in names:
@@ -424,7 +429,7 @@ def differences(
 ) -> list[tuple[str, Any, Any]]:
   """Lists (field, stored value, given value) for all fields outside `FREE`."""
   # Compared leaf by leaf, so that an error can name the field that differs.
-  before, after = dict(_leaves(stored)), dict(_leaves(given))
+  before, after = _leaves(stored), _leaves(given)
   return [
     (name, before.get(name, "nothing"), after.get(name, "nothing"))
     for name in dict.fromkeys((*before, *after))
@@ -450,14 +455,9 @@ def _plain(value: Any) -> Any:
   return f"{owner.__module__}.{owner.__qualname__}"
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-  """Yields (dotted name, value); an empty list counts as a value."""
-  if isinstance(value, Mapping):
-    parts = value.items()
-  elif isinstance(value, list) and value:
-    parts = enumerate(value)
-  else:
-    yield name, value
-    return
-  for key, part in parts:
-    yield from _leaves(part, f"{name}.{key}" if name else str(key))
+def _leaves(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns dotted name -> value; None and an empty list count as values."""
+  is_leaf = lambda value: value is None or value == []
+  leaves = jax.tree_util.tree_leaves_with_path(values, is_leaf=is_leaf)
+  name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+  return {name(path): value for path, value in leaves}

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -111,10 +111,10 @@ class MetricsLog(JsonLines):
     if self._events is not None:
       self._events.write(row.kind, plain)
 
-  def write_all(self, kind: Callable[..., Any], rows: Iterable[Row]) -> None:
-    """Appends a row of a class of `loop.rows` for each mapping of its fields."""
+  def write_all(self, rows: Iterable[Any]) -> None:
+    """Appends several rows; see `write`."""
     for row in rows:
-      self.write(kind(**row))
+      self.write(row)
 
   def close(self) -> None:
     """Closes the file and the events."""

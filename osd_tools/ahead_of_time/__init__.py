@@ -53,7 +53,7 @@ def run(config: CompileConfig, operative_config: str = "") -> runs.RunResult:
   topology = chips.Topology(config.topology)
   plan = plan_lib.Plan(config.run, topology)
 
-  def body(directory, console):
+  def body(config, directory, console):
     with (
       runs.MetricsLog(directory.metrics_path) as log,
       progress.bar(console) as bar,

@@ -67,12 +67,6 @@ def test_wall_time_without_start_or_summary_is_counted_from_the_first_request():
   assert account.Account.of(late).wall == 9.0
 
 
-def test_account_is_none_without_requests_or_times():
-  assert account.Account.of([]) is None
-  assert account.Account.of(ROWS[3:]) is None
-  assert account.Account.of([request(decode_ms=1.0)]) is None
-
-
 # --- The verdict --------------------------------------------------------------------
 
 
@@ -147,11 +141,3 @@ def test_time_of_the_gate_is_charged():
 def test_verdict_is_empty_without_comparisons():
   found = account.verdict([request(), request()])
   assert not found.fields() and not found.sentence() and found.plain_ms is None
-
-
-def test_resumed_verdict_equals_uninterrupted_one():
-  rows = [compared(), update(wait_ms=3.0), request(source="b"), compared()]
-  state = account.verdict(rows[:2])
-  for row in rows[2:]:
-    state = account.observe(state, row)
-  assert state == account.verdict(rows)

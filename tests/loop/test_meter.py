@@ -76,12 +76,13 @@ def meter(compare_every, seed=0):
 
 def test_compared_requests_are_spread_evenly_over_all_places():
   """A fixed place in every 4 would always coincide with updates every 8 requests."""
-  compared = np.array([meter(4).compares(index) for index in range(8000)])
+  first, other, resumed = meter(4), meter(4, seed=1), meter(4)
+  compared = np.array([first.compares(index) for index in range(8000)])
   for place in range(8):
     assert compared[place::8].mean() == pytest.approx(0.25, abs=0.05)
   blocks = compared.reshape(-1, 4).sum(axis=1)
   assert (blocks == 1).all()  # one in each block of four
-  again = [meter(4).compares(index) for index in range(4000, 4100)]
+  again = [resumed.compares(index) for index in range(4000, 4100)]
   assert again == compared[4000:4100].tolist()  # a resumed run compares the same
-  assert [meter(4, seed=1).compares(i) for i in range(100)] != compared[:100].tolist()
+  assert [other.compares(index) for index in range(100)] != compared[:100].tolist()
   assert not meter(0).compares(0) and meter(1).compares(5)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import made_rows
@@ -17,6 +15,7 @@ from osd_jax.report import plots
 pytest.importorskip("matplotlib", reason="the extra [plots] is not installed")
 
 SERVED = list(plots.PLOTS)[:6]  # the plots of an online run
+overlap = plots.PLOTS["distribution_overlap"][0]
 
 
 def names(drawn):
@@ -59,7 +58,7 @@ def test_same_rows_give_the_same_files_and_ids_differ_between_plots(tmp_path):
 
 def test_overlap_plot_shows_trailing_means_and_shifts():
   rows = synthetic_run.rows(120)
-  axes = plots.overlap(rows).axes[0]
+  axes = overlap(rows).axes[0]
   for name, field in (("online draft", "overlap"), ("frozen draft", "floor_overlap")):
     values = [getattr(row, field) for row in requests(rows)]
     assert lines(axes)[name].get_ydata()[-1] == pytest.approx(np.mean(values[-25:]))
@@ -75,7 +74,7 @@ def test_trailing_mean_restarts_at_a_shift():
     made_rows.request(i, source="ab"[i >= 40], overlap=level)
     for i, level in enumerate([0.9] * 40 + [0.3] * 40)
   ]
-  means = lines(plots.overlap(rows).axes[0])["online draft"].get_ydata()
+  means = lines(overlap(rows).axes[0])["online draft"].get_ydata()
   assert set(np.round(means[np.isfinite(means)], 6)) == {0.9, 0.3}
   assert np.isnan(means[40])  # the line is interrupted between the topics
 
@@ -96,7 +95,7 @@ def test_pauses_are_shaded_and_interrupt_the_loss_line():
     left, right = span.get_x(), span.get_x() + span.get_width()
     assert not np.any((x[:-1] < left) & (x[1:] > right))
   without = [dataclasses.replace(row, paused=False) for row in requests(rows)]
-  assert not plots.overlap(without).axes[0].patches
+  assert not overlap(without).axes[0].patches
 
 
 def test_every_topic_has_its_own_panel():
@@ -155,7 +154,7 @@ def test_unmeasured_values_are_not_drawn(tmp_path):
   assert "distribution_overlap" in drawn and not {"time_saved", "update_loss"} & {
     *drawn
   }
-  assert legend(plots.overlap(rows).axes[0]) == ["online draft"]
+  assert legend(overlap(rows).axes[0]) == ["online draft"]
 
 
 def test_outliers_are_cut_off_and_counted():
@@ -186,26 +185,3 @@ def test_saved_time_is_drawn_against_both_rivals():
   assert (plain == 2 * frozen).all()
   unpriced = [dataclasses.replace(row, saved_seconds=None) for row in rows]
   assert plots.saved(unpriced) is None
-
-
-def test_long_topic_names_are_shortened_to_their_segment():
-  rows = [made_rows.request(i, source=f"a long name {i // 10}") for i in range(80)]
-  shown = [text.get_text() for text in plots.overlap(rows).axes[0].texts]
-  assert len(shown) == 8 and all(text.endswith("…") for text in shown)
-
-
-def test_run_without_matplotlib_continues_with_a_note(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, "matplotlib", None)
-  drawn, note = plots.draw_plots(synthetic_run.rows(8), tmp_path)
-  assert not drawn and "Plots were left out" in note and "osd-jax[plots]" in note
-
-
-def test_importing_runs_and_report_loads_no_plotting_library():
-  code = (
-    "import sys, osd_jax.report.page, osd_jax.runs\n"
-    "print([m for m in ('matplotlib', 'tensorboardX') if m in sys.modules])"
-  )
-  out = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True
-  )
-  assert out.stdout.strip() == "[]"

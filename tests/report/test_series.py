@@ -56,13 +56,6 @@ def test_acceptance_per_position_is_relative_to_target_calls():
   assert tables.acceptance_per_position(rows[2:]).size == 0
 
 
-def test_trailing_mean_restarts_at_given_starts():
-  values = np.array([0.0, 0.0, 1.0, 1.0, 3.0])
-  restarted = tables.trailing_mean(values, 3, starts=[0, 2])
-  np.testing.assert_allclose(restarted, [0, 0, 1, 1, 5 / 3])
-  assert tables.trailing_mean(values, 3)[2] == pytest.approx(1 / 3)
-
-
 def test_requests_are_sorted_by_stream_order():
   rows = [
     made_rows.request(i, query=q, source=s)

@@ -241,14 +241,6 @@ def test_missing_plots_are_explained_on_the_console_and_the_page(tmp_path, monke
     assert "pip install osd-jax[plots]" in shown
 
 
-def test_redrawing_a_folder_without_a_run_is_refused(tmp_path):
-  with pytest.raises(base.InputError, match=r"provenance\.json"):
-    page.redraw(tmp_path)
-  runs.RunDirectory.start(tmp_path / "run")
-  with pytest.raises(base.InputError, match=r"metrics\.jsonl"):
-    page.redraw(tmp_path / "run")
-
-
 @pytest.fixture
 def compared(tmp_path):
   """Two runs with the same stream; the second takes twice as long."""
@@ -299,11 +291,3 @@ def test_runs_that_cannot_be_compared_are_named(compared, tmp_path):
     with pytest.raises(base.InputError, match=message):
       page.compare(paths, tmp_path / "out")
   assert not (tmp_path / "out").exists()
-
-
-def test_compared_runs_with_the_same_name_show_their_paths(tmp_path):
-  paths = [tmp_path / parent / "run" for parent in ("a", "b")]
-  for path in paths:
-    logged(path, requests())
-  text = page.compare(paths, tmp_path / "out").read_text(encoding="utf-8")
-  assert all(str(path) in text for path in paths)

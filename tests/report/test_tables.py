@@ -33,11 +33,10 @@ def test_numbers_are_complete_and_lines_fit(width):
   assert text.lstrip().startswith("Speed")
 
 
-def test_columns_that_do_not_fit_are_printed_below_with_repeated_names():
-  narrow, wide = shown(WIDE, 80), shown(WIDE, 200)
-  assert wide.count("generated_python") == 1
-  assert narrow.count("generated_python") == narrow.count("adapted_draft") > 1
-  assert "…" not in narrow
+def test_columns_become_rows_if_they_do_not_fit():
+  rows = [line.split() for line in shown(WIDE * 2, 80).splitlines()]
+  assert ["a", "long", "heading", "3", "1003.125", "1003.125"] in rows
+  assert "1003.125" in shown(WIDE, 200).splitlines()[-1]
 
 
 def test_numbers_are_right_aligned_text_left_and_none_is_a_dash():

@@ -19,7 +19,6 @@ import orbax.checkpoint
 import pytest
 
 from osd_jax import background, runs
-from osd_jax.runs import checkpoint
 
 
 @flax.struct.dataclass
@@ -443,25 +442,14 @@ def test_failed_write_and_failed_read_print_one_line_each(tmp_path):
 
 
 @pytest.mark.usefixtures("priorities")
-def test_memory_of_a_written_step_is_returned(tmp_path, monkeypatch):
+def test_steps_are_written_at_low_priority_and_their_memory_is_returned(
+  tmp_path, monkeypatch
+):
   """A step's copy is as large as the learner, and is freed when it is on disk."""
-  seen = []
-  returned = lambda: seen.append((tmp_path / "1").exists())
+  niceness = lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+  own, seen = niceness(), []
+  returned = lambda: seen.append(((tmp_path / "1").exists(), niceness() > own))
   monkeypatch.setattr(background, "return_memory", returned)
-  with checkpoint.Checkpointer(tmp_path, 1) as saved:
+  with runs.Checkpointer(tmp_path, 1) as saved:
     saved.save(1, {"a": jnp.zeros(3)}, {})
-  assert seen == [True]
-
-
-def test_steps_are_written_on_a_low_priority_thread(tmp_path, monkeypatch):
-  niceness, checksums = [], checkpoint._checksums
-
-  def noting(arrays):
-    niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-    return checksums(arrays)
-
-  monkeypatch.setattr(checkpoint, "_checksums", noting)
-  own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-  with runs.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, {"x": jnp.zeros(1)}, {})
-  assert niceness and niceness[0] > own
+  assert seen == [(True, True)]

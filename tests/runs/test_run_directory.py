@@ -76,7 +76,7 @@ def test_run_continues_only_with_the_same_settings(tmp_path):
   again.close()
   assert len(again.provenance()["resumed"]) == 1
   before = contents(path)
-  words = r"Config\.steps: stored 3, given 9; Config\.rate: stored 0\.5, given 1.*over"
+  words = r"Config\.rate: stored 0\.5, given 1; Config\.steps: stored 3, given 9.*over"
   with pytest.raises(base.InputError, match=words):
     start(path, Config(steps=9, rate=1))
   with pytest.raises(base.InputError, match="holds a run with other settings"):

@@ -292,6 +292,22 @@ def test_cache_is_emptied_under_load(pair, plain):
     assert server.client.delete("/admin/draft").status_code == 405
 
 
+def test_emptied_cache_leaves_the_checkpoints(pair, tmp_path):
+  """Regression: emptying the cache of a server with checkpoints failed."""
+  decoding = dataclasses.replace(running.DECODING, cache_tokens=1024)
+  changes = {"token": "sesame", "decoding": decoding, "checkpoint_every": 2}
+  with running.running(pair, tmp_path, **changes) as server:
+    for text in TEXTS:
+      server.text(text)
+    learned(server, len(TEXTS))
+    saved = server.service.loop._checkpointer
+    assert on_disk(server, lambda: len(saved.steps())) > 1  # negative control
+    assert server.client.delete("/admin/cache").status_code == 204
+    assert on_disk(server, saved.steps) == [len(TEXTS)]
+  with running.running(pair, tmp_path, **changes) as again:
+    assert int(again.service.server.engine.memory.table.end) == 0
+
+
 @contextlib.contextmanager
 def closed(server):
   """Keeps the serving thread between two calls meanwhile."""

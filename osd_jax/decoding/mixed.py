@@ -53,10 +53,10 @@ from osd_jax.decoding import state as state_lib
 # tokens are nearly certain, and there the cache must be very good to be better.
 _EDGES = np.asarray([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99])
 _MAX_TOTAL, _SHARES = 3, 4
-_DRAFT_BINS = len(_EDGES) + 1
+DRAFT_BINS = len(_EDGES) + 1
 _CACHE_BINS = len(ngrams.ORDERS) * _MAX_TOTAL * _SHARES
-_SAMPLED = _DRAFT_BINS + _CACHE_BINS  # where the draft's bins in sampled rows begin
-BINS = _SAMPLED + _DRAFT_BINS
+SAMPLED_BINS = DRAFT_BINS + _CACHE_BINS  # where the draft's bins in sampled rows begin
+BINS = SAMPLED_BINS + DRAFT_BINS
 _ANY = BINS  # all situations together: the token of the source that would propose
 _NONE = BINS + 1  # a source names no token
 
@@ -332,7 +332,7 @@ class NgramDrafter(drafters.ModelDrafter):
       [
         (edges[1:] + edges[:-1]) / 2,
         np.full(_CACHE_BINS, _CACHE_PRIOR),
-        np.full(_DRAFT_BINS, _SAMPLED_PRIOR),
+        np.full(DRAFT_BINS, _SAMPLED_PRIOR),
         [_ANY_PRIOR],
       ]
     )
@@ -379,7 +379,7 @@ class NgramDrafter(drafters.ModelDrafter):
     is_named = jnp.min(bins, axis=-1) != _NONE
     # After a block whose tokens were all accepted, the target draws one more, for which
     # a sampled row has nothing to compare.
-    is_known = (draws >= 0) | by_cache | (bins[:, 0] < _SAMPLED)
+    is_known = (draws >= 0) | by_cache | (bins[:, 0] < SAMPLED_BINS)
     learned_bin = jnp.where(is_known, bins[:, 0], _NONE)
     any_bin = jnp.where(is_known & is_named, _ANY, _NONE)
     every = jnp.stack([learned_bin, bins[:, 1], any_bin], axis=1)
@@ -555,7 +555,7 @@ def _draft_bin(logits: jax.Array, is_sampled: jax.Array) -> jax.Array:
   index = jnp.sum(
     probability[..., None] >= _EDGES[None, None], axis=-1, dtype=jnp.int32
   )
-  index = index + jnp.where(is_sampled[:, None], _SAMPLED, 0)
+  index = index + jnp.where(is_sampled[:, None], SAMPLED_BINS, 0)
   return jnp.where(jnp.isfinite(probability), index, _NONE)
 
 
@@ -567,7 +567,7 @@ def _cache_bin(vote: ngrams.Vote) -> jax.Array:
   total = jnp.minimum(vote.total, _MAX_TOTAL) - 1
   # The share of the votes, rounded to thirds.
   share = (6 * vote.votes + vote.total) // jnp.maximum(2 * vote.total, 1)
-  index = _DRAFT_BINS + (order * _MAX_TOTAL + total) * _SHARES + share
+  index = DRAFT_BINS + (order * _MAX_TOTAL + total) * _SHARES + share
   return jnp.where(vote.order > 0, index, _NONE).astype(jnp.int32)
 
 

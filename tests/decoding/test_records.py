@@ -33,11 +33,6 @@ def test_zero_kept_tokens_store_nothing():
   assert state_lib.empty_records(2, 5, 99, VOCAB).ids.shape == (2, 5, VOCAB)
 
 
-def test_position_takes_at_most_400_bytes():
-  leaves = jax.tree.leaves(state_lib.empty_records(1, 1, 64, 32_128))
-  assert sum(leaf.nbytes for leaf in leaves) <= 400
-
-
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
   kept=st.sampled_from([1, 3, VOCAB]),

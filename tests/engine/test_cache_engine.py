@@ -362,8 +362,3 @@ def test_plain_steps_are_not_scored_for_the_draft_of_an_earlier_request(monkeypa
     decoder.run(cases.greedy_requests())
     scored.append(jax.device_get(decoder.state()[0]["memory"].scored))
   np.testing.assert_array_equal(*scored)
-
-
-def test_size_that_is_no_power_of_two_is_refused():
-  with pytest.raises(base.InputError, match=r"cache_tokens.*1000.*power"):
-    cases.config_of(2, cache_tokens=1000)

@@ -379,23 +379,6 @@ def test_k_is_a_candidate_and_state_is_finite_after_any_calls(calls, name):
 # --- Settings -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  ("field", "value"),
-  [
-    ("candidates", ()),
-    ("candidates", (0,)),
-    ("candidates", (1, 3)),
-    ("candidates", (0, 3, 1)),
-    ("candidates", (0, 3, 3)),
-    ("candidates", (0, 17)),
-    ("costs", (RoundCosts((1.0, 2.0)),)),
-  ],
-)
-def test_invalid_settings_are_named(field, value):
-  with pytest.raises(ValueError, match=rf"AdaptiveConfig\.{field}: received"):
-    requests.AdaptiveConfig(**{field: value})
-
-
 def test_up_to_drops_larger_candidates_and_their_costs():
   table = RoundCosts((1.0, 2.0, 3.0, 4.0, 5.0))
   cut = requests.AdaptiveConfig(KS, costs=(table,)).up_to(4)

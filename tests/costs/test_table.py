@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 
-from osd_jax import base
 from osd_jax.costs import table
 
 ROUNDS = table.RoundCosts((4.0, 7.0, 11.0), num_draft_tokens=(0, 3, 7))

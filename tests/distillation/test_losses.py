@@ -117,17 +117,6 @@ def test_losses_equal_the_float64_reference(k, dtype):
     np.testing.assert_allclose(loss, expected, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("k", [4, VOCAB])
-def test_loss_is_zero_only_if_the_draft_equals_the_target(k):
-  logits = random_logits(2)
-  batch = batch_of(records_of(logits, k))
-  same = all_losses(jnp.asarray(logits), batch)
-  other = all_losses(jnp.asarray(logits[::-1]), batch)
-  for name in NAMES:
-    np.testing.assert_allclose(same[name], 0.0, atol=2e-6, err_msg=name)
-    assert other[name] > 1e-2, name
-
-
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(seed=st.integers(0, 2**31), scale=st.sampled_from([0.1, 2.0, 15.0]))
 def test_fewer_buckets_never_increase_a_divergence(seed, scale):
@@ -138,14 +127,6 @@ def test_fewer_buckets_never_increase_a_divergence(seed, scale):
     values = [float(one[name]) for one in by_k]
     slack = 1e-5 * (1 + abs(values[-1]))
     assert values[0] <= values[1] + slack and values[1] <= values[2] + slack, name
-
-
-def test_fewer_buckets_decrease_divergences_of_random_rows():
-  target, draft = random_logits(3), jnp.asarray(random_logits(4))
-  coarse = all_losses(draft, batch_of(records_of(target, 1)))
-  full = all_losses(draft, batch_of(records_of(target, VOCAB)))
-  for name in NAMES:
-    assert coarse[name] < 0.98 * full[name], name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -277,19 +258,6 @@ def test_mean_over_chosen_positions_equals_the_float64_reference(
   value, _ = value_and_grad(config, draft, batch)
   expected = expected_loss(config, np.float64(draft), batch)
   np.testing.assert_allclose(value, expected, rtol=3e-5, atol=3e-6)
-
-
-@EXAMPLES
-@hypothesis.given(
-  target=LOGITS, draft=LOGITS, shift=st.sampled_from([-30.0, 0.5, 30.0])
-)
-def test_constant_added_to_all_logits_has_no_effect(target, draft, shift):
-  batch = batch_of(records_of(target, TOP_K))
-  plain, gradient = value_and_grad(config_of("jsd"), draft, batch)
-  shifted, same = value_and_grad(config_of("jsd"), draft + np.float32(shift), batch)
-  np.testing.assert_allclose(shifted, plain, rtol=1e-4, atol=1e-5)
-  np.testing.assert_allclose(same, gradient, atol=1e-5)
-  np.testing.assert_allclose(np.sum(gradient, -1), 0, atol=1e-5)
 
 
 def _mean_of_all(config, draft_logits, batch):

@@ -89,13 +89,6 @@ def test_drawn_positions_are_distinct_and_emitted():
   np.testing.assert_array_equal(sampled.batch.target, batch.target)
 
 
-def test_positions_depend_on_the_key():
-  batch, config = batch_of(), ANY(num_positions=4)
-  keys = jax.random.split(KEY, 2)
-  one, other = (draw(config, batch, key, VOCAB).positions for key in keys)
-  assert not np.array_equal(one, other)
-
-
 def test_configured_error_positions_are_drawn():
   batch = batch_of(lengths=(8, 8, 8))
   config = ANY(positions="error", num_positions=2)

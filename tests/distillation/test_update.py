@@ -128,19 +128,6 @@ def test_every_optimizer_lowers_the_loss(name):
   assert int(learner.step) == 60 and int(learner.skipped) == 0
 
 
-def test_updates_from_the_buffer_lower_the_loss():
-  config = config_of(learning_rate=3e-2)
-  learner, buffer = learner_of(config), filled_buffer()
-  loss = lambda learner: update.loss_and_grad(
-    MODEL, config, learner.params, batch_of(0)
-  )[0]
-  before = loss(learner)
-  for number in range(20):
-    learner, metrics = run_update(config, learner, buffer, jax.random.key(number), 0)
-  assert loss(learner) < 0.7 * before
-  assert int(learner.version) == 20 and metrics.loss.shape == (2,)
-
-
 def test_sgd_step_is_the_gradient_of_the_loss():
   config = config_of(name="sgd", learning_rate=0.5, clip_norm=None)
   learner, batch = learner_of(config), batch_of(2)
@@ -243,41 +230,6 @@ def test_single_slices_equal_the_update_bit_by_bit():
   # Negative control: another key draws other rows.
   other, _ = run_update(config, learner, buffer, jax.random.key(7), 2)
   assert not same(other.params, whole.params)
-
-
-def test_update_does_not_change_its_inputs():
-  config, buffer = config_of(), filled_buffer()
-  learner = learner_of(config)
-  before = jax.tree.map(np.array, (learner, buffer))
-  run_update(config, learner, buffer, jax.random.key(0), 0)
-  assert same((learner, buffer), before)
-
-
-def test_later_updates_compile_nothing():
-  config, buffer = config_of(), filled_buffer()
-  run = lambda learner, number: run_update(
-    config, learner, buffer, jax.random.key(number), jnp.int32(number)
-  )[0]
-  learner = run(learner_of(config), 0)
-  learner = run(learner, 1)
-  size = update.take_slice._cache_size(), update.draw_slice._cache_size()
-  for number in range(2, 5):
-    learner = run(learner, number)
-  assert (update.take_slice._cache_size(), update.draw_slice._cache_size()) == size
-
-
-def test_rows_without_weight_or_error_positions_have_no_effect():
-  config = config_of(name="sgd", learning_rate=1.0)
-  learner = learner_of(config)
-  idle, metrics = step(MODEL, config, learner, batch_of(9).replace(weight=jnp.zeros(4)))
-  assert same(idle.params, learner.params) and metrics.loss == 0
-  at_errors = dataclasses.replace(
-    config, loss=dataclasses.replace(ANY_LOSS, positions="error")
-  )
-  idle, _ = step(MODEL, at_errors, learner, batch_of(9, error=False))
-  assert same(idle.params, learner.params)
-  busy, _ = step(MODEL, at_errors, learner, batch_of(9))
-  assert not same(busy.params, learner.params)
 
 
 def test_clipping_limits_only_large_gradients():

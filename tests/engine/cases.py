@@ -16,7 +16,6 @@ from decoding import harness
 from osd_jax import testing
 from osd_jax.base import EOS_ID
 from osd_jax.decoding import drafters
-from osd_jax.decoding import state as state_lib
 from osd_jax.engine import controller, engine
 from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 
@@ -83,9 +82,7 @@ class Scheduled(controller.Controller):
     del bucket, is_sampled, undrafted
     k = next(self._turns)
     self.turns.append(k)
-    self.state = dataclasses.replace(
-      self.state, num_draft_tokens=abs(k), probing=k < 0
-    )
+    self.state = dataclasses.replace(self.state, num_draft_tokens=abs(k), probing=k < 0)
     if k:
       self.reported.append((chunks, prefills))
       self.needed.append(self._chunks(rows))
@@ -102,8 +99,11 @@ class Scheduled(controller.Controller):
     arrays, host = self._decoder.state()
     state, drafter = arrays["rows"], self._decoder.spec.drafter
     lacks = np.asarray([host["slots"][row]["lacks_draft"] for row in rows])
-    length, fed = state_lib.fed_to_draft(state.length), drafter.fed(state.draft_cache)
-    lag = np.asarray(length)[list(rows)] - np.asarray(fed)[list(rows)] * ~lacks
+    length, fed = (
+      np.asarray(counts)[list(rows)]
+      for counts in (state.length, drafter.fed(state.draft_cache))
+    )
+    lag = length - 1 - fed * ~lacks  # the newest token is never fed
     return max(-(-int(np.max(lag)) // drafters.CHUNK), 0)
 
 

@@ -1,4 +1,4 @@
-"""Invalid configs of decoding: the error names the field. test_base.py has the types."""
+"""Errors of invalid decoding configs name the field. test_base.py tests the types."""
 
 import dataclasses
 

@@ -1,7 +1,6 @@
 """Continuous batching: neither batch mates nor the time of arrival change outputs."""
 
 import dataclasses
-import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +12,9 @@ from engine import cases
 from osd_jax import base, sharding, testing
 from osd_jax.base import EOS_ID, StopReason
 from osd_jax.costs.table import RoundCosts
-from osd_jax.engine import controller, engine, steps
+from osd_jax.engine import engine, steps
 from osd_jax.engine.requests import (
   AdaptiveConfig,
-  DecodingConfig,
   Request,
   SamplingConfig,
 )
@@ -124,30 +122,28 @@ def test_prompts_of_other_lengths_do_not_wait_for_rows_in_flight():
   for arrives in (short, long, short, *[None] * 20):
     if arrives is not None:
       serving.submit(arrives)
-    found = serving.step()
-    order += [done.request.tag for done in found]
-    for done in found:
+    answers = serving.step()
+    order += [done.request.tag for done in answers]
+    for done in answers:
       expected = cases.expected()[done.request.tag]
       assert done.tokens.tolist() == expected[: done.request.max_new_tokens]
-    buckets.append(serving._bucket)
+    buckets.append(serving.state()[1]["bucket"])
   assert order == [5, 0, 0]
   assert buckets[:3] == [*cases.BUCKETS, cases.BUCKETS[0]]
 
 
 def test_short_prompt_is_not_padded_like_a_long_one_in_flight(monkeypatch):
   """The arithmetic of a prefill grows with the length."""
-  lengths = []
+  lengths, prefill = [], steps.prefill
 
-  def insert(spec, served, state, batch):
+  def noted(spec, served, batch):
     lengths.append(batch.source.shape[1])
-    return steps.insert(spec, served, state, batch)
+    return prefill(spec, served, batch)
 
-  monkeypatch.setattr(engine, "steps", harness.Changed(steps, insert=insert))
+  monkeypatch.setattr(steps, "prefill", noted)
   requests, serving = cases.greedy_requests(), cases.decoder(2)
   short, long = requests[0], requests[5]
-  assert cases.texts(serving.run([long, short, short])) == [
-    cases.expected()[request.tag] for request in (long, short, short)
-  ]
+  serving.run([long, short, short])
   assert lengths == [cases.BUCKETS[1], cases.BUCKETS[0], cases.BUCKETS[0]]
 
 
@@ -163,25 +159,32 @@ def test_watched_request_is_seen_after_max_rounds_or_four(rounds):
 
 
 @pytest.mark.parametrize("drafts", ["never", "always", "now and then"])
-def test_warm_engine_compiles_nothing_for_any_order_of_lengths(drafts, monkeypatch):
+def test_warm_engine_compiles_nothing_for_any_order_of_lengths(drafts):
+  """Nor for other settings, new drafts, and a changing K."""
   config = cases.config_of(2, source_lengths=(4, 6, 10), target_length=9)
   pair = harness.TARGET, harness.lively_params(harness.TARGET)
-  draft = () if drafts == "never" else pair
   if drafts == "now and then":
     costs = (RoundCosts((1.0, 1.1)),) * 3
     policy = AdaptiveConfig(candidates=(0, 2), costs=costs)
     config = dataclasses.replace(config, adaptive=policy)
-    cycle = itertools.cycle([0, 2, 2])
-    choose = lambda costs, state, rows, missing: dataclasses.replace(
-      state, num_draft_tokens=next(cycle)
-    )
-    monkeypatch.setattr(controller, "choose", choose)
-  serving = engine.Engine(config, *pair, *draft)
+  serving = engine.Engine(config, *pair, *(() if drafts == "never" else pair))
+  before = serving.state()[1]
   with Compilations() as cold:
     serving.warm_up()
-  draws = np.random.default_rng(0).permutation([4, 5, 10] * 4)
+  # The made-up requests change nothing.
+  assert serving.state()[1] == {**before, "bucket": serving.state()[1]["bucket"]}
+  if drafts == "now and then":
+    cases.Scheduled(serving, (0, 2, 2))
+  lengths = np.random.default_rng(0).permutation([4, 5, 10] * 4)
   with Compilations() as warm:
-    serving.run([Request(np.full(n, 3, np.int32)) for n in draws])
+    for version, (n, request) in enumerate(zip(lengths, cases.sampled_requests())):
+      tokens = np.full(n, 3, np.int32)
+      limit = min(request.max_new_tokens or 9, 9)
+      serving.submit(dataclasses.replace(request, tokens=tokens, max_new_tokens=limit))
+      serving.step()
+      if drafts != "never":
+        serving.swap(pair[1], version)
+    cases.drained(serving)
   assert cold.count > 0 and warm.count == 0
 
 

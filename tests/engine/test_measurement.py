@@ -14,7 +14,7 @@ from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.distillation import schedule as schedule_lib
 from osd_jax.distillation.learner import Learner
 from osd_jax.engine import engine, measurement, steps
-from osd_jax.engine.requests import AdaptiveConfig, Request, SamplingConfig
+from osd_jax.engine.requests import AdaptiveConfig, Request
 from osd_jax.engine.server import Server
 
 BUCKET = 6
@@ -145,24 +145,6 @@ def test_tables_of_all_buckets_share_one_budget(slow_model):
   assert "prompts of 4 tokens" in lines[0]
   assert tables[9] is tables[3 + len(lines)]  # the nearest one
   assert tables[4].rounds()[0, 0] == pytest.approx(100)
-
-
-def test_rounds_are_measured_with_the_sampling_of_the_stream(
-  pair, tmp_path, monkeypatch
-):
-  config = tiny_online.config(pair, tmp_path)
-  found = set()
-
-  def advance(program, num_draft_tokens, served, rounds, state, prices=None):
-    if rounds:
-      found.update(np.asarray(state.settings.temperature).tolist())
-    return steps.advance(program, num_draft_tokens, served, rounds, state, prices)
-
-  monkeypatch.setattr(measurement, "steps", harness.Changed(steps, advance=advance))
-  sampling = SamplingConfig(temperature=0.7)
-  with Server(config.pair, config.decoding, config.learning) as server:
-    measurement.measure_run(server, BUCKET, False, sampling)
-  assert np.float32(0.7) in found
 
 
 def worth_config(pair, folder, **changes):

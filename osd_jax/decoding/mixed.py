@@ -142,7 +142,7 @@ class NgramDrafter(drafters.ModelDrafter):
     target_states: jax.Array | None,
     cache_length: int,
   ) -> State:
-    """Keeps the prompts; see `Drafter.init`."""
+    """Keeps the prompts; see `ModelDrafter.init`."""
     text = ngrams.start(self.target, source, self.model.mask(source), cache_length)
     shape = (source.shape[0], cache_length, 2)
     tokens, bins = jnp.zeros(shape, jnp.int32), jnp.full(shape, _NONE, jnp.int32)
@@ -181,7 +181,7 @@ class NgramDrafter(drafters.ModelDrafter):
     return vote, jnp.where(vote.order > 0, vote.token, tokens), text
 
   def fed(self, state: State) -> jax.Array:
-    """See `Drafter.fed`."""
+    """See `ModelDrafter.fed`."""
     return state.length if state.draft is None else state.draft.length
 
   def propose(
@@ -193,7 +193,7 @@ class NgramDrafter(drafters.ModelDrafter):
     noise: sampling.Purpose,
     prices: jax.Array | None = None,
   ) -> tuple[base.Proposal, Any]:
-    """Drafts while the next token is worth its price; see `Drafter.propose`."""
+    """Drafts while the next token is worth its price; see `ModelDrafter.propose`."""
     if prices is None:
       proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
       tokens, logits = proposal.tokens, proposal.logits
@@ -314,7 +314,7 @@ class NgramDrafter(drafters.ModelDrafter):
     return state.replace(draft=state.draft.replace(length=fed_length))
 
   def catch_up(self, params: Any, state: State, rows: state_lib.DecodeState) -> State:
-    """Feeds all sources from where the draft model is; see `Drafter.catch_up`."""
+    """Feeds all sources from where the draft model is; see `ModelDrafter.catch_up`."""
     state = _with_settings(state, rows)
     state = state.replace(length=jnp.minimum(state.length, self.fed(state)))
     return super().catch_up(params, state, rows)
@@ -417,7 +417,7 @@ class Mixture(NgramDrafter):
     target_states: jax.Array | None,
     cache_length: int,
   ) -> State:
-    """Prefills both sources; see `Drafter.init`."""
+    """Prefills both sources; see `ModelDrafter.init`."""
     state = super().init(params, source, None, cache_length)
     draft = self.learned.init(params.draft, source, target_states, cache_length)
     return state.replace(draft=draft)

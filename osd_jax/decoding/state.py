@@ -235,7 +235,7 @@ def append(
 
   Returns:
     The rows after the round, with the target's cache rewound to the emitted tokens. The
-    draft's cache is left to `Drafter.observe`. Stopped rows do not change.
+    draft's cache is left to `ModelDrafter.observe`. Stopped rows do not change.
   """
   acceptance, tokens = judgement.acceptance, judgement.acceptance.tokens
   num_draft_tokens = tokens.shape[1] - 1

@@ -112,7 +112,7 @@ def remembering(drafter, draft, answers=0, preferred=None):
 class Case(NamedTuple):
   """A drafter, what it is given for a table of its draft, and the price of tokens."""
 
-  drafter: drafters.Drafter
+  drafter: drafters.ModelDrafter
   served: Callable[[Any], Any] = jnp.asarray
   prices: np.ndarray | None = None
 

@@ -412,7 +412,7 @@ FAULTS = [
     "the cost of catching up is not reported to the policy",
     "    self._spent_ms += missing_ms\n",
     "",
-    DRAFTING,
+    f"{CONTROLLER} -k delays",
   ),
   Fault(
     "a new request inherits the counts of the previous one",

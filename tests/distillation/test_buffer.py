@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from distillation import rows as rows_lib
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
@@ -314,29 +315,15 @@ def test_target_states_are_stored_bit_exactly():
 WORDS, STEPS, RANKS = 24, 5, 3  # vocabulary size, positions and recorded tokens
 
 
-def recorded(rng, rows, tokens):
+def recorded(rng, tokens):
   """Returns a buffer with records of ids from `tokens`, and ids, masses and mask."""
+  logits = np.full((6, STEPS, WORDS), -np.inf)
+  logits[..., tokens] = rng.normal(size=(6, STEPS, len(tokens)))
+  records = rows_lib.records_of(logits, RANKS)
+  mask = np.arange(STEPS) < rng.integers(1, STEPS + 1, 6)[:, None]
+  batch = rows_lib.batch_of(records, np.ones((6, 4)), mask=mask)
   buffer = replay.init(replay.BufferConfig(capacity=8), 4, STEPS, RANKS, WORDS)
-  ids = np.stack(
-    [
-      [rng.choice(tokens, RANKS, replace=False) for _ in range(STEPS)]
-      for _ in range(rows)
-    ]
-  )
-  probs = np.sort(rng.dirichlet(np.ones(RANKS + 1), (rows, STEPS)))[..., ::-1]
-  mask = np.arange(STEPS) < rng.integers(1, STEPS + 1, rows)[:, None]
-  batch = base.DistillationBatch(
-    source=jnp.ones((rows, 4), jnp.int32),
-    target=jnp.where(mask, jnp.asarray(ids[..., 0]), 0).astype(jnp.int32),
-    mask=jnp.asarray(mask),
-    records=base.Records(
-      log_probs=jnp.log(probs[..., :RANKS]).astype(jnp.float32),
-      ids=jnp.asarray(ids, jnp.uint16),
-      tail=jnp.asarray(probs[..., RANKS], jnp.float32),
-      error=jnp.zeros((rows, STEPS), bool),
-    ),
-    weight=jnp.ones(rows, jnp.float32),
-  )
+  ids, probs = np.asarray(records.ids), np.exp(records.log_probs)
   return replay.append(buffer, batch), ids, probs, mask
 
 
@@ -357,7 +344,7 @@ def counted(ids, probs, mask):
   ],
 )
 def test_shortlist_has_the_tokens_with_the_most_mass(seed, size, tokens):
-  buffer, ids, probs, mask = recorded(np.random.default_rng(seed), 6, tokens)
+  buffer, ids, probs, mask = recorded(np.random.default_rng(seed), tokens)
   mass = counted(ids, probs, mask)
   mass[base.EOS_ID] = np.inf
   expected = np.argsort(-mass, kind="stable")[:size]
@@ -366,13 +353,13 @@ def test_shortlist_has_the_tokens_with_the_most_mass(seed, size, tokens):
 
 
 def test_shortlist_has_every_end_of_sequence_token():
-  buffer, *_ = recorded(np.random.default_rng(0), 6, np.arange(5, WORDS))
+  buffer, *_ = recorded(np.random.default_rng(0), np.arange(5, WORDS))
   result = np.asarray(replay.likeliest_tokens(buffer, WORDS, 6, (0, 3)))
   assert {0, 3} <= set(result.tolist()) and base.EOS_ID not in result
 
 
 def test_shortlist_without_emitted_positions_has_the_first_tokens():
-  buffer, *_ = recorded(np.random.default_rng(1), 6, np.arange(5, WORDS))
+  buffer, *_ = recorded(np.random.default_rng(1), np.arange(5, WORDS))
   blind = buffer.replace(
     data=buffer.data.replace(mask=jnp.zeros_like(buffer.data.mask))
   )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distillation import rows
 
 from osd_jax import base, testing
 from osd_jax.costs.table import Costs, RoundCosts
@@ -48,20 +49,9 @@ def assert_same_bits(found, wanted):
 def row(seed):
   """Returns a finished request with random records."""
   rng = np.random.default_rng(seed)
-  ids = np.stack([rng.choice(VOCAB, KEPT, replace=False) for _ in range(LENGTH)])
-  masses = -np.sort(-rng.dirichlet(np.ones(KEPT), LENGTH))
-  return base.DistillationBatch(
-    source=jnp.asarray(rng.integers(2, VOCAB, (1, SOURCE)), jnp.int32),
-    target=jnp.asarray(rng.integers(2, VOCAB, (1, LENGTH)), jnp.int32),
-    mask=jnp.ones((1, LENGTH), bool),
-    records=base.Records(
-      log_probs=jnp.log(jnp.asarray(masses[None], jnp.float32)),
-      ids=jnp.asarray(ids[None], jnp.uint16),
-      tail=jnp.zeros((1, LENGTH), jnp.float32),
-      error=jnp.zeros((1, LENGTH), bool),
-    ),
-    weight=jnp.ones((1,), jnp.float32),
-  )
+  records = rows.records_of(rng.normal(0, 2, (1, LENGTH, VOCAB)), KEPT)
+  source = rng.integers(2, VOCAB, (1, SOURCE))
+  return rows.batch_of(records, source, rng.integers(2, VOCAB, (1, LENGTH)))
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import jax.test_util
 import numpy as np
 import oracles
 import pytest
+from distillation.rows import batch_of, records_of
 from hypothesis.extra import numpy as hnp
 
-from osd_jax import base
 from osd_jax.distillation import losses
 
 NAMES = sorted(losses.DIVERGENCES)
@@ -33,27 +33,6 @@ WEIGHTS = hnp.arrays(np.float32, ROWS, elements=st.sampled_from([0.0, 1.0, 0.25,
 
 def draft_log_probs(records, logits):
   return losses._normalized(losses._draft_buckets(records, jnp.asarray(logits)))
-
-
-def records_of(target_logits, k, dtype=np.uint16):
-  log_probs, ids, tail = oracles.truncate(target_logits, k)
-  return base.Records(
-    log_probs=jnp.asarray(log_probs, jnp.float32),
-    ids=jnp.asarray(ids.astype(dtype)),
-    tail=jnp.asarray(tail, jnp.float32),
-    error=jnp.zeros(tail.shape, bool),
-  )
-
-
-def batch_of(records, mask=None, weight=None):
-  rows, length = records.tail.shape
-  return base.DistillationBatch(
-    source=jnp.ones((rows, 2), jnp.int32),
-    target=jnp.ones((rows, length), jnp.int32),
-    mask=jnp.ones((rows, length), bool) if mask is None else jnp.asarray(mask),
-    records=records,
-    weight=jnp.ones(rows) if weight is None else jnp.asarray(weight, jnp.float32),
-  )
 
 
 def random_logits(seed, shape=(ROWS, LENGTH, VOCAB), scale=2.0):
@@ -203,12 +182,12 @@ def test_nan_outside_mask_and_weight_has_no_effect(name):
     tail=jnp.where(inside, records.tail, jnp.nan),
     error=jnp.ones_like(records.error),
   )
-  config = config_of(name)
-  clean = value_and_grad(config, jnp.asarray(draft), batch_of(records, mask, weight))
+  config, batch = config_of(name), batch_of(records, mask=mask, weight=weight)
+  clean = value_and_grad(config, jnp.asarray(draft), batch)
   dirty = value_and_grad(
     config,
     jnp.where(inside[..., None], draft, jnp.nan),
-    batch_of(with_nan, mask, weight),
+    batch.replace(records=with_nan),
   )
   assert np.array_equal(clean[0], dirty[0]) and np.array_equal(clean[1], dirty[1])
   assert not np.asarray(clean[1])[~inside].any()
@@ -228,7 +207,7 @@ def test_loss_and_gradient_are_zero_without_positions(name):
 
 def drawn_batch(target, mask, error, weight):
   records = records_of(target, TOP_K).replace(error=error)
-  return jax.tree.map(np.asarray, batch_of(records, mask, weight))
+  return jax.tree.map(np.asarray, batch_of(records, mask=mask, weight=weight))
 
 
 def expected_loss(config, draft_logits, batch):

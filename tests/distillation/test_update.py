@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
+from distillation import rows
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
@@ -55,23 +55,11 @@ def model_with(score):
 MODEL = model_with(_score)
 
 
-def batch_of(seed, rows=4, error=True):
+def batch_of(seed):
   rng = np.random.default_rng(seed)
-  log_probs, ids, tail = oracles.truncate(
-    rng.normal(0, 2, (rows, LENGTH, VOCAB)), TOP_K
-  )
-  return base.DistillationBatch(
-    source=jnp.asarray(rng.integers(0, VOCAB, (rows, SOURCE)), jnp.int32),
-    target=jnp.asarray(rng.integers(2, VOCAB, (rows, LENGTH)), jnp.int32),
-    mask=jnp.ones((rows, LENGTH), bool),
-    records=base.Records(
-      log_probs=jnp.asarray(log_probs, jnp.float32),
-      ids=jnp.asarray(ids, jnp.uint16),
-      tail=jnp.asarray(tail, jnp.float32),
-      error=jnp.full((rows, LENGTH), error),
-    ),
-    weight=jnp.ones(rows),
-  )
+  records = rows.records_of(rng.normal(0, 2, (4, LENGTH, VOCAB)), TOP_K)
+  source = rng.integers(0, VOCAB, (4, SOURCE))
+  return rows.batch_of(records, source, rng.integers(2, VOCAB, (4, LENGTH)))
 
 
 def with_nan(batch):

@@ -81,7 +81,6 @@ prefill = jax.jit(
   ),
   static_argnums=(0, 4),
 )
-_score = jax.jit(lambda model, *args: model.score(*args), static_argnums=0)
 
 
 def settings_of(rows, *, max_length, seed=0, **settings):
@@ -210,13 +209,6 @@ def outputs(state) -> list[list[int]]:
   """The emitted tokens of every row."""
   tokens, length = np.asarray(state.tokens), np.asarray(state.length)
   return [row[:n].tolist() for row, n in zip(tokens, length, strict=True)]
-
-
-def scored(target, params, source, mask, state):
-  """Teacher-forced target logits [B, T', V] of the emitted tokens, without a cache."""
-  valid = np.arange(state.tokens.shape[1]) < np.asarray(state.length)[:, None]
-  tokens = jnp.where(valid, state.tokens, base.PAD_ID)
-  return np.asarray(_score(target, params, source, mask, tokens)), valid
 
 
 def no_sources(rows):

@@ -17,7 +17,6 @@ from decoding.tables import (
   FAIR,
   MIXTURE,
   MODEL,
-  SOURCE,
   VOCAB,
   WIDTHS,
   K,
@@ -93,28 +92,6 @@ def test_free_tokens_are_drafted_and_priceless_ones_are_not(k):
   counters = decoded(served, settings, 40, prices=prices).counters
   assert largest == 16
   assert int(counters.rounds[0]) == -(-40 // (k + 1))
-
-
-def test_cache_alone_drafts_nothing_where_nothing_matches():
-  model = ngrams.build(MODEL, 1 << 12)
-  alone = mixed.drafter(model, False, MODEL, 0)
-  settings = harness.settings_of(1, max_length=40)
-  memory = alone.memory()
-  cold = decoded(
-    alone.with_memory(None, memory), settings, 40, prices=CHEAP, drafter=alone
-  )
-  assert harness.outputs(cold) == plain(40)[:1]
-  tokens = np.asarray(cold.tokens[0, :40])
-  first_repeat = next(n for n in range(1, 40) if tokens[n] in tokens[:n])
-  counters = cold.counters
-  assert 0 < int(counters.drafted[0]) < int(counters.rounds[0]) * 16
-  assert int(counters.rounds[0]) > first_repeat  # one token a round until then
-  one = jax.tree.map(lambda leaf: leaf[:1], cold.draft_cache)
-  memory = alone.absorb(memory, one, SOURCE, cold.tokens[0], cold.length[0])
-  served = alone.with_memory(None, memory)
-  warm = decoded(served, settings, 40, prices=CHEAP, drafter=alone)
-  assert harness.outputs(warm) == plain(40)[:1]
-  assert int(warm.counters.rounds[0]) < int(counters.rounds[0])
 
 
 @pytest.mark.parametrize("kind", ["resting", "alone"])
@@ -240,18 +217,6 @@ def test_cache_still_displaces_a_poor_draft_in_sampled_rows():
     rounds_spent.append(int(final.counters.rounds[0]))
     memory = absorbed(memory, final)
   assert np.mean(rounds_spent[-4:]) < 0.7 * np.mean(rounds_spent[:2])
-
-
-def test_scores_of_a_wrong_draft_fall():
-  memory = MIXTURE.memory()
-  wrong = jnp.asarray(np.where(PARAMS > -np.inf, -PARAMS, -np.inf))
-  served = MIXTURE.with_memory(wrong, memory)
-  final = decoded(served, harness.settings_of(1, max_length=30), 30)
-  after = absorbed(memory, final)
-  used = np.asarray(after.scored > memory.scored)[: mixed.DRAFT_BINS]
-  accuracy = np.asarray(after.right / after.scored)[: mixed.DRAFT_BINS]
-  before = np.asarray(memory.right / memory.scored)[: mixed.DRAFT_BINS]
-  assert used.any() and (accuracy[used] < before[used]).all()
 
 
 def test_cache_takes_over_what_the_draft_does_not_know():

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
 from decoding import harness
 
@@ -156,24 +155,6 @@ def test_call_returns_when_any_running_row_stops():
 
 
 # --- Records ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["close", "unrelated"])
-def test_records_equal_a_fresh_scoring_pass(kind):
-  state = run_rounds(3, started(kind=kind), kind)
-  source, mask = sources(3)
-  logits, valid = harness.scored(TARGET, params_of(), source, mask, state)
-  log_probs, _, tail = oracles.truncate(logits, RECORD)
-  fresh = np.log(oracles.softmax(logits))
-  found = jax.tree.map(np.asarray, state.records)
-  at_ids = np.take_along_axis(fresh, found.ids.astype(int), -1)
-  np.testing.assert_allclose(found.log_probs[valid], log_probs[valid], atol=5e-5)
-  np.testing.assert_allclose(found.log_probs[valid], at_ids[valid], atol=5e-5)
-  np.testing.assert_allclose(found.tail[valid], tail[valid], atol=1e-5)
-  # A round has one error if it accepts less than K tokens and is not cut.
-  errors = np.sum(found.error & valid, axis=1)
-  rejected = np.asarray(state.counters.drafted - state.counters.accepted)
-  np.testing.assert_array_equal(errors, rejected)
 
 
 def test_first_round_reads_no_token_of_an_unused_buffer():

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from osd_jax import base, native
 
-_BLOCK = 128  # entries per block in `arg_max` and `_at_share`
+_BLOCK = 128  # entries per block in `arg_max`, `sums` and `_at_share`
 
 
 class Purpose(enum.IntEnum):
@@ -85,6 +85,15 @@ def make_settings(
   halves = np.divmod(arrays.pop("cache_salt"), np.uint64(2**32))
   salt: Any = np.stack(halves, axis=1).astype(np.uint32)
   return base.SamplingSettings(**arrays, cache_salt=salt)
+
+
+def sums(values: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
+  """Sums over the vocabulary; on a CPU by blocks, which is vectorised."""
+  size = values.shape[-1]
+  if native.forms() and size % _BLOCK == 0:
+    blocks = values.reshape(*values.shape[:-1], size // _BLOCK, _BLOCK)
+    values = jnp.sum(blocks, axis=-2)
+  return jnp.sum(values, axis=-1)
 
 
 def is_penalized(settings: base.SamplingSettings) -> Bool[Array, ""]:

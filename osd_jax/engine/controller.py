@@ -301,7 +301,8 @@ class Controller:
   def from_json(self, saved: dict[str, Any]) -> None:
     """Continues from `to_json`."""
     self.state = base.from_json(saved["state"], ControllerState)
-    self.costs = dict(base.from_json(saved["costs"], tuple[tuple[int, RoundCosts], ...]))
+    costs = base.from_json(saved["costs"], tuple[tuple[int, RoundCosts], ...])
+    self.costs = dict(costs)
     self._spent_ms = saved["spent_ms"]
 
 

@@ -127,8 +127,9 @@ class ModelDrafter:
     cache = self._from_input(cache, begun).replace(length=length)
     logits = jnp.take_along_axis(both, begun[:, None, None], axis=1)[:, 0]
     drafted = jnp.full((len(position), num_draft_tokens), -1, jnp.int32)
-    drafted, logits = self._drawn(logits, rows, drafted, 0, noise)
-    return drafted, logits, cache
+    token, logits = self._drawn(logits, rows, drafted, 0, noise)
+    cache = self._with_drawn(params, cache, token)
+    return drafted.at[:, 0].set(token), logits, cache
 
   def next(
     self,
@@ -140,10 +141,11 @@ class ModelDrafter:
     noise: sampling.Purpose,
   ) -> tuple[jax.Array, jax.Array, Any]:
     """Drafts the token at an offset of 1 or more; returns what `first` returns."""
-    token = jax.lax.dynamic_slice_in_dim(drafted, offset - 1, 1, axis=1)
-    logits, cache = self.decode(params, _where_running(rows, token), state)
-    drafted, logits = self._drawn(logits[:, 0], rows, drafted, offset, noise)
-    return drafted, logits, cache
+    last = jax.lax.dynamic_slice_in_dim(drafted, offset - 1, 1, axis=1)
+    logits, cache = self.decode(params, _where_running(rows, last), state)
+    token, logits = self._drawn(logits[:, 0], rows, drafted, offset, noise)
+    cache = self._with_drawn(params, cache, token)
+    return drafted.at[:, offset].set(token), logits, cache
 
   def _inputs(
     self, rows: state_lib.DecodeState, start: jax.Array, count: int
@@ -183,7 +185,7 @@ class ModelDrafter:
     return cache.replace(token_states=states)
 
   def _drawn(self, logits, rows, drafted, offset, noise):
-    """Draws the token at an offset from logits [B, V]."""
+    """Draws the tokens [B] at an offset from logits [B, V]; returns both."""
 
     def placed(logits):
       return sharding.split_rows_only(logits) if self.whole_logits else logits
@@ -191,8 +193,12 @@ class ModelDrafter:
     logits = placed(logits)
     text = jnp.concatenate([rows.text, drafted], axis=1)
     settings, at = rows.settings, rows.length + offset
-    token = sampling.sample(logits, settings, at, noise, text, placed)
-    return drafted.at[:, offset].set(token), logits
+    return sampling.sample(logits, settings, at, noise, text, placed), logits
+
+  def _with_drawn(self, params: base.Params, cache: Any, token: jax.Array) -> Any:
+    """Returns the state once tokens [B] were drawn after the newest inputs."""
+    del params, token
+    return cache
 
   def observe(self, state: Any, rows: state_lib.DecodeState) -> Any:
     """Rewinds the cache to all but the two newest inputs, which `propose` feeds."""

@@ -253,42 +253,15 @@ class NgramDrafter(drafters.ModelDrafter):
     return jnp.where(worth >= price, survival, 0.0)
 
   def _drawn(self, logits, rows, drafted, offset, noise):
-    del rows, noise
-    return drafted.at[:, offset].set(sampling.arg_max(logits)), logits
-
-  def first(
-    self,
-    params: Any,
-    state: State,
-    rows: state_lib.DecodeState,
-    num_draft_tokens: int,
-    noise: sampling.Purpose,
-  ) -> tuple[jax.Array, jax.Array, State]:
-    """See `ModelDrafter.first`."""
-    state = _with_settings(state, rows)
-    drafted, logits, state = super().first(params, state, rows, num_draft_tokens, noise)
-    return drafted, logits, self._with_drawn(params, state, drafted[:, 0])
-
-  def next(
-    self,
-    params: Any,
-    state: State,
-    rows: state_lib.DecodeState,
-    drafted: jax.Array,
-    offset: jax.Array,
-    noise: sampling.Purpose,
-  ) -> tuple[jax.Array, jax.Array, State]:
-    """See `ModelDrafter.next`."""
-    drafted, logits, state = super().next(params, state, rows, drafted, offset, noise)
-    token = jax.lax.dynamic_index_in_dim(drafted, offset, 1, keepdims=False)
-    return drafted, logits, self._with_drawn(params, state, token)
+    del rows, drafted, offset, noise
+    return sampling.arg_max(logits), logits
 
   def _fed_again(
     self, params: Any, cache: State, rows: state_lib.DecodeState, drafted: int
   ) -> State:
     # What the cache names does not depend on the target's states.
-    del params, rows, drafted
-    return cache
+    del params, drafted
+    return _with_settings(cache, rows)
 
   def _from_input(self, cache: State, index: jax.Array) -> State:
     del index
@@ -470,6 +443,7 @@ class Mixture(NgramDrafter):
   def _fed_again(
     self, params: Any, cache: State, rows: state_lib.DecodeState, drafted: int
   ) -> State:
+    cache = super()._fed_again(params, cache, rows, drafted)
     draft = cache.draft.replace(length=cache.length)
     draft = self.learned._fed_again(params.draft, draft, rows, drafted)
     return cache.replace(draft=draft)

@@ -124,7 +124,8 @@ def test_block_rule_needs_noise_of_its_own_in_every_round(monkeypatch, side):
   monkeypatch.setattr(rounds, "accept_lib", draft)
   monkeypatch.setattr(accept_lib, "round_seed", by_rule)
   run = harness.jitted_rounds(quick=False)
-  found = speculative_p_values(3, TARGET, DRAFT, GRID[:1], 5, run, rule="block")
+  grid, draws = GRID[:1], 2 * DRAWS  # the bias is small
+  found = speculative_p_values(3, TARGET, DRAFT, grid, 5, run, draws, "block")
   assert found.min() < THRESHOLD, found
 
 

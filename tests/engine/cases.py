@@ -59,18 +59,14 @@ class Scheduled(controller.Controller):
 
   def __init__(self, decoder, cycle):
     """Replaces the controller of an engine."""
-    has_widths = bool(decoder.spec.widths)
-    super().__init__(decoder.config, has_draft=True, by_survival=has_widths)
-    self._decoder, self._cycle, self._has_widths = decoder, cycle, has_widths
-    self._restart()
+    self._decoder, self._cycle = decoder, cycle
+    self._has_widths = bool(decoder.spec.widths)
+    super().__init__(decoder.config, True, by_survival=self._has_widths)
     decoder.controller = self
 
   def reset(self):
     super().reset()
-    self._restart()
-
-  def _restart(self):
-    self._turns = itertools.cycle(getattr(self, "_cycle", ()))
+    self._turns = itertools.cycle(self._cycle)
     self.turns, self.reported, self.needed, self.results = [], [], [], []
     self.charged = 0
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("full_optimization")
 
 LENGTH = 3
 DRAWS = 48_000  # per setting; a temperature that is 8 % too high is noticed
-FEWER = 24_000  # enough to notice every planted fault
+FEWER = 36_000  # enough to notice every planted fault
 ROWS = 12_000  # rows of a batch for every grid, so each K compiles once
 COMPARISONS = 200  # more than this file makes
 THRESHOLD = 1e-6 / COMPARISONS

@@ -54,6 +54,7 @@ class Scheduled(controller.Controller):
     reported: (chunks, prefills) that a call that drafts was said to need.
     needed: the same chunks, computed from the state of the rows.
     charged: prefills of the draft when a request was inserted.
+    late: numbers of the requests whose draft was prefilled later.
     results: what `observe` received.
   """
 
@@ -68,7 +69,7 @@ class Scheduled(controller.Controller):
     super().reset()
     self._turns = itertools.cycle(self._cycle)
     self.turns, self.reported, self.needed, self.results = [], [], [], []
-    self.charged = 0
+    self.charged, self.late = 0, []
 
   def charge_prefill(self, bucket):
     del bucket
@@ -82,6 +83,7 @@ class Scheduled(controller.Controller):
     if k:
       self.reported.append((chunks, prefills))
       self.needed.append(self._chunks(rows))
+      self.late += [s["number"] for s in self._slots() if s and s["lacks_draft"]]
     prices = np.full(max(self.candidates), 0.1, np.float32)
     by_cache = self._has_widths and not k
     k = max(self.candidates) if by_cache else abs(k)
@@ -90,11 +92,13 @@ class Scheduled(controller.Controller):
   def observe(self, result):
     self.results.append(result)
 
+  def _slots(self):
+    return self._decoder.state()[1]["slots"]
+
   def _chunks(self, rows):
     """Chunks until the draft has read as much as it would have by drafting always."""
-    arrays, host = self._decoder.state()
-    state, drafter = arrays["rows"], self._decoder.spec.drafter
-    lacks = np.asarray([host["slots"][row]["lacks_draft"] for row in rows])
+    state, drafter = self._decoder.state()[0]["rows"], self._decoder.spec.drafter
+    lacks = np.asarray([self._slots()[row]["lacks_draft"] for row in rows])
     length, fed = (
       np.asarray(counts)[list(rows)]
       for counts in (state.length, drafter.fed(state.draft_cache))

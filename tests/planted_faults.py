@@ -417,7 +417,7 @@ FAULTS = [
   Fault(
     "a new request inherits the counts of the previous one",
     "        counts[number] = 0\n",
-    "      pass\n",
+    "        pass\n",
     DRAFTING,
   ),
   Fault(

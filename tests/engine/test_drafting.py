@@ -217,7 +217,8 @@ def test_sampled_batches_use_the_sampled_cost_table(first):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_controller_is_told_what_the_draft_needs_and_what_rows_emit(rows):
-  decoder, requests = make(rows=rows), cases.greedy_requests()
+  decoder = make(rows=rows)
+  requests = [Request(tokens) for tokens in cases.prompts()]
   schedule = cases.Scheduled(decoder, (0, 0, 0, 1, 1))
   answers = decoder.run(requests)
   assert [chunks for chunks, _ in schedule.reported] == schedule.needed

@@ -607,6 +607,22 @@ class Records:
   error: jax.Array  # [..., T] bool; True where a drafted token was rejected
 
 
+def empty_records(
+  rows: int, positions: int, record_top_k: int, vocab_size: int
+) -> Records | None:
+  """Returns zeroed records [rows, positions] of at most V entries; None if k is 0."""
+  if record_top_k == 0:
+    return None
+  shape = (rows, positions)
+  entries = (*shape, min(record_top_k, vocab_size))
+  return Records(
+    log_probs=jnp.zeros(entries, jnp.float32),
+    ids=jnp.zeros(entries, id_dtype(vocab_size)),
+    tail=jnp.zeros(shape, jnp.float32),
+    error=jnp.zeros(shape, bool),
+  )
+
+
 @flax.struct.dataclass
 class DistillationBatch:
   """Finished requests with their records, as rows for the distillation loss."""

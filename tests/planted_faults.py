@@ -256,13 +256,13 @@ FAULTS = [
   ),
   Fault(
     "a block goes on after the proposed length of its row",
-    "proposal.is_proposed[:, 1:] & (_sums(rows) > 0)",
-    "_sums(rows) > 0",
+    "proposal.is_proposed[:, 1:] & (sampling.sums(rows) > 0)",
+    "sampling.sums(rows) > 0",
     f"{BLOCK} -k shorter",
   ),
   Fault(
     "a block goes on after a broken target row",
-    "proposal.is_proposed[:, 1:] & (_sums(rows) > 0)",
+    "proposal.is_proposed[:, 1:] & (sampling.sums(rows) > 0)",
     "proposal.is_proposed[:, 1:]",
     f"{BLOCK} -k broken_target",
   ),
@@ -412,12 +412,12 @@ FAULTS = [
     "the cost of catching up is not reported to the policy",
     "    self._spent_ms += missing_ms\n",
     "",
-    DRAFTING,
+    f"{CONTROLLER} -k delays",
   ),
   Fault(
     "a new request inherits the counts of the previous one",
     "        counts[number] = 0\n",
-    "      pass\n",
+    "        pass\n",
     DRAFTING,
   ),
   Fault(

@@ -26,10 +26,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from osd_jax import base, native
+from osd_jax import base
 from osd_jax.decoding import sampling
-
-_LANES = 128
 
 
 def accept(
@@ -298,23 +296,14 @@ def _passes(
   if draft_probs is None:
     draft_probs = jax.nn.one_hot(proposal.tokens, target_probs.shape[-1])
   rows, share = target_probs[:, 1:-1], kept[:, 1:-1]
-  excess = _sums(jnp.maximum(share[..., None] * rows - draft_probs[:, 1:], 0.0))
+  excess = sampling.sums(jnp.maximum(share[..., None] * rows - draft_probs[:, 1:], 0.0))
   rest = excess + (1 - share)
   # If nothing is left, draft and target are equal and the next token passes, too.
   passes = jnp.where(rest > 0, excess / jnp.where(rest > 0, rest, 1.0), 1.0)
   # A broken target row ends a block, too: no token after it can be emitted.
-  continues = proposal.is_proposed[:, 1:] & (_sums(rows) > 0)
+  continues = proposal.is_proposed[:, 1:] & (sampling.sums(rows) > 0)
   passes = jnp.where(continues, passes, share)
   return jnp.concatenate([passes, kept[:, -1:]], axis=1)
-
-
-def _sums(values: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
-  """Sums over the vocabulary; on a CPU by blocks, which is vectorised."""
-  size = values.shape[-1]
-  if native.forms() and size % _LANES == 0:
-    blocks = values.reshape(*values.shape[:-1], size // _LANES, _LANES)
-    values = jnp.sum(blocks, axis=-2)
-  return jnp.sum(values, axis=-1)
 
 
 def _recovered(

@@ -16,7 +16,7 @@ target's hidden states; either of them mixed with an n-gram cache; and this cach
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,103 +30,13 @@ from osd_jax.decoding import state as state_lib
 CHUNK = 8
 
 
-class Drafter(Protocol):
-  """Interface of a drafter; hashable and compared by value, as a static argument is.
-
-  Every leaf of the state has the row axis first, and `state.length` [B] is the number
-  of inputs that the drafter has seen in each row.
-  """
-
-  @property
-  def model(self) -> base.Model | None:
-    """The draft model whose served parameters the functions take, if there is one."""
-
-  def init(
-    self,
-    params: base.Params,
-    source: jax.Array,
-    target_states: jax.Array | None,
-    cache_length: int,
-  ) -> Any:
-    """Returns the state of rows that have their prompt and no output.
-
-    Args:
-      params: served parameters of the draft.
-      source: [B, S] int32, the prompts.
-      target_states: [B, S, E], the target's hidden states, for an attached draft.
-      cache_length: positions of the output buffer.
-    """
-
-  def propose(
-    self,
-    params: base.Params,
-    state: Any,
-    rows: state_lib.DecodeState,
-    num_draft_tokens: int,
-    noise: sampling.Purpose,
-    prices: jax.Array | None = None,
-  ) -> tuple[base.Proposal, Any]:
-    """Proposes up to `num_draft_tokens` (K >= 1) tokens for every row.
-
-    The draft distribution may depend on everything in `rows` and `state`, but not on a
-    token of this proposal that comes later. See `base.Proposal` for fewer tokens in
-    some rows and for proposals without logits.
-
-    `prices` [K] are only given if `DecodeSpec.widths` is not empty: the i-th token
-    costs as much time as emitting `prices[i]` tokens. 0 asks for the token in any case.
-    """
-    # A protocol method without a body would be read as one that returns None.
-    raise NotImplementedError
-
-  def observe(self, state: Any, rows: state_lib.DecodeState) -> Any:
-    """Returns the state after a round, given the rows with their emitted tokens."""
-
-  def catch_up(
-    self, params: base.Params, state: Any, rows: state_lib.DecodeState
-  ) -> Any:
-    """Returns the state after the drafter has seen the tokens of plain steps."""
-
-  def fed(self, state: Any) -> jax.Array:
-    """Returns the number [B] of inputs that the draft model has read."""
-    raise NotImplementedError  # as in `propose`
-
-  def memory(self) -> Any:
-    """Returns what `absorb` starts from; None for drafters that must be trained."""
-
-  def with_memory(self, prepared: base.Params, memory: Any) -> base.Params:
-    """Returns the `params` of the functions above.
-
-    Args:
-      prepared: parameters of the draft model, see `base.Model.prepare`.
-      memory: what `memory` or `absorb` returned.
-    """
-
-  def absorb(
-    self,
-    memory: Any,
-    state: Any,
-    source: jax.Array,
-    emitted: jax.Array,
-    length: jax.Array,
-    salt: jax.Array,
-  ) -> Any:
-    """Learns from a finished request, without training; returns the new memory.
-
-    Args:
-      memory: what was served with; callers donate it.
-      state: the drafter's state of the request's row, leaves [1, ...]; None if another
-        engine answered.
-      source: [1, S] int32, the prompt.
-      emitted: [T] int32, the answer, padded.
-      length: [] int32, the number of its tokens.
-      salt: [2] uint32; only rows with this salt may use what is stored of the answer;
-        see `base.SamplingSettings`.
-    """
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter:
   """A draft model: one that reads the prompt, as in the paper, or an attached one.
+
+  Other drafters derive from it. A drafter is hashable and compared by value, as a
+  static argument is. Every leaf of its state has the row axis first, and `state.length`
+  [B] is the number of inputs that it has seen in each row.
 
   Attributes:
     model: the draft model.
@@ -144,7 +54,14 @@ class ModelDrafter:
     target_states: jax.Array | None,
     cache_length: int,
   ) -> Any:
-    """Prefills the draft's cache, an attached draft's from the target's states."""
+    """Returns the state of rows that have their prompt and no output.
+
+    Args:
+      params: served parameters of the draft, see `with_memory`.
+      source: [B, S] int32, the prompts.
+      target_states: [B, S, E], the target's hidden states, for an attached draft.
+      cache_length: positions of the output buffer.
+    """
     mask = self.model.mask(source)
     if self.model.state_width:
       assert target_states is not None
@@ -160,7 +77,14 @@ class ModelDrafter:
     noise: sampling.Purpose,
     prices: jax.Array | None = None,
   ) -> tuple[base.Proposal, Any]:
-    """Drafts K tokens per row, one at a time (algorithm 1, "run the draft").
+    """Drafts K >= 1 tokens per row, one at a time (algorithm 1, "run the draft").
+
+    The draft distribution may depend on everything in `rows` and `state`, but not on a
+    token of this proposal that comes later. See `base.Proposal` for fewer tokens in
+    some rows and for proposals without logits.
+
+    `prices` [K] are only given if `DecodeSpec.widths` is not empty: the i-th token
+    costs as much time as emitting `prices[i]` tokens. 0 asks for the token in any case.
 
     The first step of a round reads the two newest inputs: the last drafted token of the
     round before was never fed, and it is in the text if every token was accepted. So K
@@ -203,8 +127,9 @@ class ModelDrafter:
     cache = self._from_input(cache, begun).replace(length=length)
     logits = jnp.take_along_axis(both, begun[:, None, None], axis=1)[:, 0]
     drafted = jnp.full((len(position), num_draft_tokens), -1, jnp.int32)
-    drafted, logits = self._drawn(logits, rows, drafted, 0, noise)
-    return drafted, logits, cache
+    token, logits = self._drawn(logits, rows, drafted, 0, noise)
+    cache = self._with_drawn(params, cache, token)
+    return drafted.at[:, 0].set(token), logits, cache
 
   def next(
     self,
@@ -216,10 +141,11 @@ class ModelDrafter:
     noise: sampling.Purpose,
   ) -> tuple[jax.Array, jax.Array, Any]:
     """Drafts the token at an offset of 1 or more; returns what `first` returns."""
-    token = jax.lax.dynamic_slice_in_dim(drafted, offset - 1, 1, axis=1)
-    logits, cache = self.decode(params, _where_running(rows, token), state)
-    drafted, logits = self._drawn(logits[:, 0], rows, drafted, offset, noise)
-    return drafted, logits, cache
+    last = jax.lax.dynamic_slice_in_dim(drafted, offset - 1, 1, axis=1)
+    logits, cache = self.decode(params, _where_running(rows, last), state)
+    token, logits = self._drawn(logits[:, 0], rows, drafted, offset, noise)
+    cache = self._with_drawn(params, cache, token)
+    return drafted.at[:, offset].set(token), logits, cache
 
   def _inputs(
     self, rows: state_lib.DecodeState, start: jax.Array, count: int
@@ -259,7 +185,7 @@ class ModelDrafter:
     return cache.replace(token_states=states)
 
   def _drawn(self, logits, rows, drafted, offset, noise):
-    """Draws the token at an offset from logits [B, V]."""
+    """Draws the tokens [B] at an offset from logits [B, V]; returns both."""
 
     def placed(logits):
       return sharding.split_rows_only(logits) if self.whole_logits else logits
@@ -267,8 +193,12 @@ class ModelDrafter:
     logits = placed(logits)
     text = jnp.concatenate([rows.text, drafted], axis=1)
     settings, at = rows.settings, rows.length + offset
-    token = sampling.sample(logits, settings, at, noise, text, placed)
-    return drafted.at[:, offset].set(token), logits
+    return sampling.sample(logits, settings, at, noise, text, placed), logits
+
+  def _with_drawn(self, params: base.Params, cache: Any, token: jax.Array) -> Any:
+    """Returns the state once tokens [B] were drawn after the newest inputs."""
+    del params, token
+    return cache
 
   def observe(self, state: Any, rows: state_lib.DecodeState) -> Any:
     """Rewinds the cache to all but the two newest inputs, which `propose` feeds."""
@@ -320,15 +250,20 @@ class ModelDrafter:
     return self.model.decode(params, tokens, state, *optional)
 
   def fed(self, state: Any) -> jax.Array:
-    """See `Drafter.fed`."""
+    """Returns the number [B] of inputs that the draft model has read."""
     return state.length
 
   def memory(self) -> Any:
-    """None: the model learns only by training."""
+    """Returns what `absorb` starts from; None for drafters that must be trained."""
     return None
 
   def with_memory(self, prepared: base.Params, memory: Any) -> base.Params:
-    """Returns the prepared parameters unchanged."""
+    """Returns the `params` of the functions above.
+
+    Args:
+      prepared: parameters of the draft model, see `base.Model.prepare`.
+      memory: what `memory` or `absorb` returned.
+    """
     del memory
     return prepared
 
@@ -341,7 +276,20 @@ class ModelDrafter:
     length: jax.Array,
     salt: jax.Array,
   ) -> Any:
-    """Learns nothing: a trained draft has no memory."""
+    """Learns from a finished request, without training; returns the new memory.
+
+    A draft that is trained has none.
+
+    Args:
+      memory: what was served with; callers donate it.
+      state: the drafter's state of the request's row, leaves [1, ...]; None if another
+        engine answered.
+      source: [1, S] int32, the prompt.
+      emitted: [T] int32, the answer, padded.
+      length: [] int32, the number of its tokens.
+      salt: [2] uint32; only rows with this salt may use what is stored of the answer;
+        see `base.SamplingSettings`.
+    """
     del memory, state, source, emitted, length, salt
 
 

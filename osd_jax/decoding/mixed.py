@@ -53,10 +53,10 @@ from osd_jax.decoding import state as state_lib
 # tokens are nearly certain, and there the cache must be very good to be better.
 _EDGES = np.asarray([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99])
 _MAX_TOTAL, _SHARES = 3, 4
-_DRAFT_BINS = len(_EDGES) + 1
+DRAFT_BINS = len(_EDGES) + 1
 _CACHE_BINS = len(ngrams.ORDERS) * _MAX_TOTAL * _SHARES
-_SAMPLED = _DRAFT_BINS + _CACHE_BINS  # where the draft's bins in sampled rows begin
-BINS = _SAMPLED + _DRAFT_BINS
+SAMPLED_BINS = DRAFT_BINS + _CACHE_BINS  # where the draft's bins in sampled rows begin
+BINS = SAMPLED_BINS + DRAFT_BINS
 _ANY = BINS  # all situations together: the token of the source that would propose
 _NONE = BINS + 1  # a source names no token
 
@@ -142,7 +142,7 @@ class NgramDrafter(drafters.ModelDrafter):
     target_states: jax.Array | None,
     cache_length: int,
   ) -> State:
-    """Keeps the prompts; see `Drafter.init`."""
+    """Keeps the prompts; see `ModelDrafter.init`."""
     text = ngrams.start(self.target, source, self.model.mask(source), cache_length)
     shape = (source.shape[0], cache_length, 2)
     tokens, bins = jnp.zeros(shape, jnp.int32), jnp.full(shape, _NONE, jnp.int32)
@@ -181,7 +181,7 @@ class NgramDrafter(drafters.ModelDrafter):
     return vote, jnp.where(vote.order > 0, vote.token, tokens), text
 
   def fed(self, state: State) -> jax.Array:
-    """See `Drafter.fed`."""
+    """See `ModelDrafter.fed`."""
     return state.length if state.draft is None else state.draft.length
 
   def propose(
@@ -193,7 +193,7 @@ class NgramDrafter(drafters.ModelDrafter):
     noise: sampling.Purpose,
     prices: jax.Array | None = None,
   ) -> tuple[base.Proposal, Any]:
-    """Drafts while the next token is worth its price; see `Drafter.propose`."""
+    """Drafts while the next token is worth its price; see `ModelDrafter.propose`."""
     if prices is None:
       proposal, state = super().propose(params, state, rows, num_draft_tokens, noise)
       tokens, logits = proposal.tokens, proposal.logits
@@ -253,42 +253,15 @@ class NgramDrafter(drafters.ModelDrafter):
     return jnp.where(worth >= price, survival, 0.0)
 
   def _drawn(self, logits, rows, drafted, offset, noise):
-    del rows, noise
-    return drafted.at[:, offset].set(sampling.arg_max(logits)), logits
-
-  def first(
-    self,
-    params: Any,
-    state: State,
-    rows: state_lib.DecodeState,
-    num_draft_tokens: int,
-    noise: sampling.Purpose,
-  ) -> tuple[jax.Array, jax.Array, State]:
-    """See `ModelDrafter.first`."""
-    state = _with_settings(state, rows)
-    drafted, logits, state = super().first(params, state, rows, num_draft_tokens, noise)
-    return drafted, logits, self._with_drawn(params, state, drafted[:, 0])
-
-  def next(
-    self,
-    params: Any,
-    state: State,
-    rows: state_lib.DecodeState,
-    drafted: jax.Array,
-    offset: jax.Array,
-    noise: sampling.Purpose,
-  ) -> tuple[jax.Array, jax.Array, State]:
-    """See `ModelDrafter.next`."""
-    drafted, logits, state = super().next(params, state, rows, drafted, offset, noise)
-    token = jax.lax.dynamic_index_in_dim(drafted, offset, 1, keepdims=False)
-    return drafted, logits, self._with_drawn(params, state, token)
+    del rows, drafted, offset, noise
+    return sampling.arg_max(logits), logits
 
   def _fed_again(
     self, params: Any, cache: State, rows: state_lib.DecodeState, drafted: int
   ) -> State:
     # What the cache names does not depend on the target's states.
-    del params, rows, drafted
-    return cache
+    del params, drafted
+    return _with_settings(cache, rows)
 
   def _from_input(self, cache: State, index: jax.Array) -> State:
     del index
@@ -314,7 +287,7 @@ class NgramDrafter(drafters.ModelDrafter):
     return state.replace(draft=state.draft.replace(length=fed_length))
 
   def catch_up(self, params: Any, state: State, rows: state_lib.DecodeState) -> State:
-    """Feeds all sources from where the draft model is; see `Drafter.catch_up`."""
+    """Feeds all sources from where the draft model is; see `ModelDrafter.catch_up`."""
     state = _with_settings(state, rows)
     state = state.replace(length=jnp.minimum(state.length, self.fed(state)))
     return super().catch_up(params, state, rows)
@@ -332,7 +305,7 @@ class NgramDrafter(drafters.ModelDrafter):
       [
         (edges[1:] + edges[:-1]) / 2,
         np.full(_CACHE_BINS, _CACHE_PRIOR),
-        np.full(_DRAFT_BINS, _SAMPLED_PRIOR),
+        np.full(DRAFT_BINS, _SAMPLED_PRIOR),
         [_ANY_PRIOR],
       ]
     )
@@ -379,7 +352,7 @@ class NgramDrafter(drafters.ModelDrafter):
     is_named = jnp.min(bins, axis=-1) != _NONE
     # After a block whose tokens were all accepted, the target draws one more, for which
     # a sampled row has nothing to compare.
-    is_known = (draws >= 0) | by_cache | (bins[:, 0] < _SAMPLED)
+    is_known = (draws >= 0) | by_cache | (bins[:, 0] < SAMPLED_BINS)
     learned_bin = jnp.where(is_known, bins[:, 0], _NONE)
     any_bin = jnp.where(is_known & is_named, _ANY, _NONE)
     every = jnp.stack([learned_bin, bins[:, 1], any_bin], axis=1)
@@ -417,7 +390,7 @@ class Mixture(NgramDrafter):
     target_states: jax.Array | None,
     cache_length: int,
   ) -> State:
-    """Prefills both sources; see `Drafter.init`."""
+    """Prefills both sources; see `ModelDrafter.init`."""
     state = super().init(params, source, None, cache_length)
     draft = self.learned.init(params.draft, source, target_states, cache_length)
     return state.replace(draft=draft)
@@ -470,6 +443,7 @@ class Mixture(NgramDrafter):
   def _fed_again(
     self, params: Any, cache: State, rows: state_lib.DecodeState, drafted: int
   ) -> State:
+    cache = super()._fed_again(params, cache, rows, drafted)
     draft = cache.draft.replace(length=cache.length)
     draft = self.learned._fed_again(params.draft, draft, rows, drafted)
     return cache.replace(draft=draft)
@@ -555,7 +529,7 @@ def _draft_bin(logits: jax.Array, is_sampled: jax.Array) -> jax.Array:
   index = jnp.sum(
     probability[..., None] >= _EDGES[None, None], axis=-1, dtype=jnp.int32
   )
-  index = index + jnp.where(is_sampled[:, None], _SAMPLED, 0)
+  index = index + jnp.where(is_sampled[:, None], SAMPLED_BINS, 0)
   return jnp.where(jnp.isfinite(probability), index, _NONE)
 
 
@@ -567,7 +541,7 @@ def _cache_bin(vote: ngrams.Vote) -> jax.Array:
   total = jnp.minimum(vote.total, _MAX_TOTAL) - 1
   # The share of the votes, rounded to thirds.
   share = (6 * vote.votes + vote.total) // jnp.maximum(2 * vote.total, 1)
-  index = _DRAFT_BINS + (order * _MAX_TOTAL + total) * _SHARES + share
+  index = DRAFT_BINS + (order * _MAX_TOTAL + total) * _SHARES + share
   return jnp.where(vote.order > 0, index, _NONE).astype(jnp.int32)
 
 

@@ -51,7 +51,7 @@ class DecodeSpec:
   """
 
   target: base.Model
-  drafter: drafters.Drafter | None = None
+  drafter: drafters.ModelDrafter | None = None
   rows: int = 1
   target_length: int = 96
   record_top_k: int = 0
@@ -189,7 +189,7 @@ def run_rounds(
     draft_served: prepared parameters of the draft; not read if K is 0.
     max_rounds: [] int32, an array so that changing it compiles nothing.
     state: rows in flight; stopped and empty rows stay unchanged.
-    prices: [K] float32, see `Drafter.propose`; only if `spec.widths` is not empty.
+    prices: [K] float32, see `ModelDrafter.propose`; only if `spec.widths` is not empty.
 
   Returns:
     The rows after the last round.

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from osd_jax import base, native
 
-_BLOCK = 128  # entries per block in `arg_max` and `_at_share`
+_BLOCK = 128  # entries per block in `arg_max`, `sums` and `_at_share`
 
 
 class Purpose(enum.IntEnum):
@@ -49,49 +49,51 @@ def numbered_seed(seed: int, number: int) -> int:
   return (seed + (mixed ^ mixed >> 16)) % 2**32
 
 
-# Of each setting: type, default, whether a value is valid, and the values expected.
-_SETTINGS: dict[str, tuple[type, Any, Callable[[Any], bool], str]] = {
-  "temperature": (np.float32, 0.0, lambda x: 0 <= x < np.inf, ">= 0, finite"),
-  "top_k": (np.int32, 0, lambda x: x >= 0, ">= 0 (0 keeps all)"),
-  "top_p": (np.float32, 1.0, lambda x: 0 < x <= 1, "in (0, 1]"),
-  "min_p": (np.float32, 0.0, lambda x: 0 <= x <= 1, "in [0, 1]"),
-  "repetition_penalty": (np.float32, 1.0, lambda x: 0 < x < np.inf, "> 0, finite"),
-  "seed": (np.uint32, 0, lambda x: 0 <= x < 2**32, "in 0..2**32 - 1"),
-  "max_length": (np.int32, None, lambda x: x >= 1, ">= 1"),
-  "speculative": (np.bool_, True, lambda x: x in (False, True), "0 or 1"),
-  "cache_salt": (np.uint64, 0, lambda x: 0 <= x < 2**64, "in 0..2**64 - 1"),
+# Type and default of each setting; `requests.SamplingConfig` checks the values.
+_SETTINGS: dict[str, tuple[type, Any]] = {
+  "max_length": (np.int32, None),
+  "temperature": (np.float32, 0.0),
+  "top_k": (np.int32, 0),
+  "top_p": (np.float32, 1.0),
+  "min_p": (np.float32, 0.0),
+  "repetition_penalty": (np.float32, 1.0),
+  "seed": (np.uint32, 0),
+  "speculative": (np.bool_, True),
+  "cache_salt": (np.uint64, 0),
 }
 
 
 def make_settings(
-  rows: int, *, max_length: int, **values: Any
+  rows: int, *, max_length: Any, **values: Any
 ) -> base.SamplingSettings:
-  """The same settings for every row, with checks; see `base.SamplingSettings`.
+  """Returns settings of B rows; see `base.SamplingSettings`.
 
   Args:
     rows: B.
-    max_length: largest number of tokens of every row.
+    max_length: largest number of tokens: one for every row, or [B].
     **values: the other fields, where they differ from greedy decoding without a salt.
-
-  Raises:
-    ValueError: a value outside its range.
   """
-  arrays: dict[str, Any] = {}
   values["max_length"] = max_length
-  for name, (dtype, default, is_valid, expected) in _SETTINGS.items():
-    value = values.pop(name, default)
-    if not is_valid(value):
-      raise base.InputError(
-        f"SamplingSettings.{name}: received {value!r}, expected a number {expected}."
-      )
-    # numpy, because settings are made for every request, and each eager jnp call would
-    # cost a dispatch.
-    arrays[name] = np.full((rows,), value, dtype)
+  # numpy, because settings are made for every request, and each eager jnp call would
+  # cost a dispatch.
+  arrays: dict[str, Any] = {
+    name: np.full((rows,), values.pop(name, default), dtype)
+    for name, (dtype, default) in _SETTINGS.items()
+  }
   if values:
     raise TypeError(f"make_settings: unknown settings {sorted(values)}")
   halves = np.divmod(arrays.pop("cache_salt"), np.uint64(2**32))
   salt: Any = np.stack(halves, axis=1).astype(np.uint32)
   return base.SamplingSettings(**arrays, cache_salt=salt)
+
+
+def sums(values: Float[Array, "*rows V"]) -> Float[Array, "*rows"]:
+  """Sums over the vocabulary; on a CPU by blocks, which is vectorised."""
+  size = values.shape[-1]
+  if native.forms() and size % _BLOCK == 0:
+    blocks = values.reshape(*values.shape[:-1], size // _BLOCK, _BLOCK)
+    values = jnp.sum(blocks, axis=-2)
+  return jnp.sum(values, axis=-1)
 
 
 def is_penalized(settings: base.SamplingSettings) -> Bool[Array, ""]:

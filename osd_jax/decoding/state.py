@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from osd_jax import base, native
 from osd_jax import cache as cache_lib
+from osd_jax.decoding import sampling
 
 MAX_DRAFT_TOKENS = 16  # every buffer leaves room for one round of the largest K
 
@@ -187,7 +188,9 @@ def initial_state(
     ),
     target_cache=target_cache,
     draft_cache=draft_cache,
-    records=empty_records(rows, buffer_length(target_length), record_top_k, vocab_size),
+    records=base.empty_records(
+      rows, buffer_length(target_length), record_top_k, vocab_size
+    ),
     counters=Counters(
       rounds=zeros,
       drafted=zeros,
@@ -197,22 +200,6 @@ def initial_state(
       accepted_by_cache=zeros,
     ),
     prompt=prompt,
-  )
-
-
-def empty_records(
-  rows: int, positions: int, record_top_k: int, vocab_size: int
-) -> base.Records | None:
-  """Returns zeroed records [rows, positions], or None if k is 0."""
-  if record_top_k == 0:
-    return None
-  shape = (rows, positions)
-  entries = (*shape, min(record_top_k, vocab_size))
-  return base.Records(
-    log_probs=jnp.zeros(entries, jnp.float32),
-    ids=jnp.zeros(entries, base.id_dtype(vocab_size)),
-    tail=jnp.zeros(shape, jnp.float32),
-    error=jnp.zeros(shape, bool),
   )
 
 
@@ -235,7 +222,7 @@ def append(
 
   Returns:
     The rows after the round, with the target's cache rewound to the emitted tokens. The
-    draft's cache is left to `Drafter.observe`. Stopped rows do not change.
+    draft's cache is left to `ModelDrafter.observe`. Stopped rows do not change.
   """
   acceptance, tokens = judgement.acceptance, judgement.acceptance.tokens
   num_draft_tokens = tokens.shape[1] - 1
@@ -311,21 +298,17 @@ def _broken(verification: base.Verification, acceptance: base.Acceptance) -> jax
   """Which target rows [B, K + 1] are unusable: a NaN, a +inf, or no possible token.
 
   A single -inf is a token that cannot be emitted, which is fine. One sum per row finds
-  the other values. Blocks are summed first, which a CPU does in vectors; a search for
-  NaNs would be scalar.
+  the other values; a search for NaNs would be scalar on a CPU.
   """
   logits = verification.logits
   # `jnp.maximum` would lose a NaN on XLA CPU.
   bounded = jnp.where(logits < _LEAST, _LEAST, logits)
-  size = logits.shape[-1]
-  if native.forms() and size % _LANES == 0:
-    bounded = bounded.reshape(*logits.shape[:-1], size // _LANES, _LANES).sum(axis=-2)
-  total = bounded.sum(axis=-1)
+  total = sampling.sums(bounded)
   emitted = jnp.take_along_axis(logits, acceptance.tokens[..., None], axis=-1)[..., 0]
   return ~(total < jnp.inf) | (emitted == -jnp.inf)
 
 
-_LEAST, _LANES = -1e30, 128
+_LEAST = -1e30
 
 
 def _record(state, block, error, running):

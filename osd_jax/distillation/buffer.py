@@ -68,7 +68,7 @@ class ReplayBuffer:
 
 def record_bytes_per_token(record_top_k: int, vocab_size: int) -> int:
   """Returns the bytes that one position's record takes; k is cut to V."""
-  one = _empty_records((1,), record_top_k, vocab_size, np.empty)
+  one = base.empty_records(1, 1, record_top_k, vocab_size)
   return sum(leaf.nbytes for leaf in jax.tree.leaves(one))
 
 
@@ -101,7 +101,7 @@ def init(
     source=jnp.zeros((*rows, source_length), jnp.int32),
     target=jnp.zeros(positions, jnp.int32),
     mask=jnp.zeros(positions, bool),
-    records=_empty_records(positions, record_top_k, vocab_size, jnp.zeros),
+    records=base.empty_records(*positions, record_top_k, vocab_size),
     weight=jnp.zeros(rows, jnp.float32),
     target_states=states(source_length, state_width),
     token_states=states(target_length, token_state_width),
@@ -243,17 +243,6 @@ def _draw(
   # the order of successive draws (Gumbel-top-k, arXiv:1903.06059).
   scores = fading * ages + jax.random.gumbel(key, (capacity,))
   return jax.lax.top_k(jnp.where(ages < size, scores, -jnp.inf), count)[1]
-
-
-def _empty_records(leading, record_top_k: int, vocab_size: int, make) -> base.Records:
-  """Returns records in the buffer's dtypes; `make(shape, dtype)` makes each leaf."""
-  shape = (*leading, min(record_top_k, vocab_size))
-  return base.Records(
-    log_probs=make(shape, np.float32),
-    ids=make(shape, base.id_dtype(vocab_size)),
-    tail=make(leading, np.float32),
-    error=make(leading, np.bool_),
-  )
 
 
 def _check_batch(buffer: ReplayBuffer, batch: base.DistillationBatch) -> None:

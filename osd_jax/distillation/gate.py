@@ -241,8 +241,8 @@ def observe(
   if is_broken or floor_won or down_won:
     # The proven draft goes before the floor draft, unless the newest ones beat it.
     if state.follows and (not floor_won or state.down.leads):
-      return _taken_back(config, state)
-    return _floor_returned(config, state) if state.proven else (state, None)
+      return _returned(config, state, to_floor=False)
+    return _returned(config, state, to_floor=True) if state.proven else (state, None)
   if state.up.is_won(config):
     return _promoted(state)
   return state, None
@@ -270,27 +270,21 @@ def _promoted(state: GateState) -> tuple[GateState, Decision]:
   return after, decision
 
 
-def _taken_back(config: GateConfig, state: GateState) -> tuple[GateState, Decision]:
+def _returned(
+  config: GateConfig, state: GateState, to_floor: bool
+) -> tuple[GateState, Decision]:
+  """Lets the proven draft serve again, or the floor draft."""
   decision = _decision("taken_back", state.proven, state.down)
+  floor = state.floor.end(state.floor.is_won(config))
+  if to_floor:
+    decision = _decision("floor_returned", 0, state.floor)
   after = dataclasses.replace(
     state,
+    proven=decision.version,
     follows=False,
     up=state.up.begin(),
     down=state.down.end(state.down.is_won(config)),
-    floor=state.floor.end(state.floor.is_won(config)).begin(),
-  )
-  return after, decision
-
-
-def _floor_returned(config: GateConfig, state: GateState) -> tuple[GateState, Decision]:
-  decision = _decision("floor_returned", 0, state.floor)
-  after = dataclasses.replace(
-    state,
-    proven=0,
-    follows=False,
-    up=state.up.begin(),
-    down=state.down.end(state.down.is_won(config)),
-    floor=state.floor.end(state.floor.is_won(config)),
+    floor=floor if to_floor else floor.begin(),
   )
   return after, decision
 

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from osd_jax import base
 from osd_jax.costs.table import RoundCosts, expected_tokens, prices
 from osd_jax.engine.requests import DecodingConfig
 
@@ -84,12 +85,6 @@ class ControllerState:
   drafting_ms: float = 0.0
   cache_ms: float = 0.0
   cache_tokens: float = 0.0
-
-  def __post_init__(self):
-    # JSON has no tuples.
-    object.__setattr__(self, "accepted", tuple(self.accepted))
-    object.__setattr__(self, "judged", tuple(self.judged))
-    object.__setattr__(self, "undrafted", tuple(self.undrafted))
 
   @property
   def is_drafting(self) -> bool:
@@ -156,7 +151,7 @@ class Choice(NamedTuple):
   Attributes:
     num_draft_tokens: K.
     max_rounds: number of rounds; None: no limit.
-    prices: [K] float32, see `Drafter.propose`; None: every round drafts K tokens.
+    prices: [K] float32, see `ModelDrafter.propose`; None: every round drafts K tokens.
     by_cache: whether the n-gram cache of a mixture drafts alone.
   """
 
@@ -305,8 +300,9 @@ class Controller:
 
   def from_json(self, saved: dict[str, Any]) -> None:
     """Continues from `to_json`."""
-    self.state = ControllerState(**saved["state"])
-    self.costs = {bucket: RoundCosts(**table) for bucket, table in saved["costs"]}
+    self.state = base.from_json(saved["state"], ControllerState)
+    costs = base.from_json(saved["costs"], tuple[tuple[int, RoundCosts], ...])
+    self.costs = dict(costs)
     self._spent_ms = saved["spent_ms"]
 
 

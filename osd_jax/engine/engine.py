@@ -88,7 +88,7 @@ class RowProgress(NamedTuple):
 
 
 def read_progress(
-  state: state_lib.DecodeState, drafter: drafters.Drafter | None
+  state: state_lib.DecodeState, drafter: drafters.ModelDrafter | None
 ) -> RowProgress:
   """Reads the progress back; waits for the call that made the state."""
   counters = state.counters

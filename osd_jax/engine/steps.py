@@ -292,7 +292,7 @@ def prefill_draft(
 def catch_up(
   spec: DecodeSpec, served: Served, state: state_lib.DecodeState
 ) -> state_lib.DecodeState:
-  """Lets the drafter see the tokens of plain steps; see `Drafter.catch_up`."""
+  """Lets the drafter see the tokens of plain steps; see `ModelDrafter.catch_up`."""
   assert spec.drafter is not None
   with spec.traced():
     draft_cache = spec.drafter.catch_up(served.draft, state.draft_cache, state)
@@ -391,7 +391,7 @@ def absorb(
   is_stale: jax.Array,
   salt: jax.Array,
 ) -> Any:
-  """Lets the drafter learn from a finished row; see `Drafter.absorb`.
+  """Lets the drafter learn from a finished row; see `ModelDrafter.absorb`.
 
   Args:
     spec: static description of decoding.
@@ -485,7 +485,7 @@ def _is_finite(target_cache: Any) -> jax.Array:
 def _draft_prefilled(
   spec: DecodeSpec, served: Served, source: jax.Array, target_states: jax.Array | None
 ) -> Any:
-  """Returns the drafter's state after prefill; see `Drafter.init`."""
+  """Returns the drafter's state after prefill; see `ModelDrafter.init`."""
   assert spec.drafter is not None
   length = state_lib.buffer_length(spec.target_length)
   with spec.traced():

@@ -9,6 +9,7 @@ from models import tiny
 
 from osd_jax import base, testing
 from osd_jax.decoding import rounds as rounds_lib
+from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
 from osd_jax.models import families
 from osd_jax.models.shapes import DraftServing
@@ -80,39 +81,13 @@ prefill = jax.jit(
   ),
   static_argnums=(0, 4),
 )
-_score = jax.jit(lambda model, *args: model.score(*args), static_argnums=0)
 
 
-def settings_of(
-  rows,
-  *,
-  max_length,
-  temperature=0.0,
-  top_k=0,
-  top_p=1.0,
-  min_p=0.0,
-  repetition_penalty=1.0,
-  seed=0,
-  speculative=True,
-):
+def settings_of(rows, *, max_length, seed=0, **settings):
   """Sampling settings per row; a scalar applies to all rows, and seeds count up."""
-
-  def full(value, dtype):
-    return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (rows,)))
-
-  return base.SamplingSettings(
-    temperature=full(temperature, np.float32),
-    top_k=full(top_k, np.int32),
-    top_p=full(top_p, np.float32),
-    min_p=full(min_p, np.float32),
-    repetition_penalty=full(repetition_penalty, np.float32),
-    seed=jnp.asarray(seed + np.arange(rows), jnp.uint32)
-    if np.ndim(seed) == 0
-    else jnp.asarray(seed, jnp.uint32),
-    max_length=full(max_length, np.int32),
-    speculative=full(speculative, np.bool_),
-    cache_salt=jnp.zeros((rows, 2), jnp.uint32),
-  )
+  seed = seed + np.arange(rows) if np.ndim(seed) == 0 else seed
+  arrays = sampling.make_settings(rows, max_length=max_length, seed=seed, **settings)
+  return jax.tree.map(jnp.asarray, arrays)
 
 
 def take(tree, rows):
@@ -234,13 +209,6 @@ def outputs(state) -> list[list[int]]:
   """The emitted tokens of every row."""
   tokens, length = np.asarray(state.tokens), np.asarray(state.length)
   return [row[:n].tolist() for row, n in zip(tokens, length, strict=True)]
-
-
-def scored(target, params, source, mask, state):
-  """Teacher-forced target logits [B, T', V] of the emitted tokens, without a cache."""
-  valid = np.arange(state.tokens.shape[1]) < np.asarray(state.length)[:, None]
-  tokens = jnp.where(valid, state.tokens, base.PAD_ID)
-  return np.asarray(_score(target, params, source, mask, tokens)), valid
 
 
 def no_sources(rows):

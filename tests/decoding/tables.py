@@ -103,7 +103,7 @@ def remembering(drafter, draft, answers=0, preferred=None):
     memory = absorbed(drafter, memory, final)
   if preferred is not None:
     index = np.arange(mixed.BINS + 1)
-    of_cache = (index >= mixed._DRAFT_BINS) & (index < mixed._SAMPLED)
+    of_cache = (index >= mixed.DRAFT_BINS) & (index < mixed.SAMPLED_BINS)
     right = of_cache if preferred == "cache" else ~of_cache
     memory = memory.replace(right=memory.scored * right)
   return drafter.with_memory(draft, memory)
@@ -112,7 +112,7 @@ def remembering(drafter, draft, answers=0, preferred=None):
 class Case(NamedTuple):
   """A drafter, what it is given for a table of its draft, and the price of tokens."""
 
-  drafter: drafters.Drafter
+  drafter: drafters.ModelDrafter
   served: Callable[[Any], Any] = jnp.asarray
   prices: np.ndarray | None = None
 

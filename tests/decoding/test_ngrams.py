@@ -140,23 +140,6 @@ def test_lookup_equals_a_search_through_all_texts():
   assert len(checked) > 3  # several orders were met
 
 
-def test_longer_context_beats_a_more_frequent_token():
-  texts = [([], [1, 2, 3]), ([], [4, 2, 5]), ([], [5, 2, 5])]
-  assert look_up(table_of(texts), [1, 2]) == (3, 2, 1, 1)
-  assert look_up(table_of(texts), [0, 2])[:3] == (5, 1, 2)
-
-
-def test_prompt_and_own_output_need_no_served_answer():
-  token, order, *_ = look_up(ngrams.empty(256), [3, 4, 5, 1, 3, 4])
-  assert (token, order) == (5, 2)
-  assert look_up(ngrams.empty(256), [1, 2, 3])[1] == 0
-
-
-def test_only_the_newest_places_of_an_ngram_vote():
-  old, new = [([1], [2])] * 10, [([1], [3])] * ngrams.WAYS
-  assert look_up(table_of(old + new), [1]) == (3, 1, ngrams.WAYS, ngrams.WAYS)
-
-
 def test_text_of_one_repeated_token_writes_every_place_once():
   table = table_of([([], [2] * 32)])
   places = np.unique(np.asarray(table.places))

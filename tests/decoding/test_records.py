@@ -8,9 +8,8 @@ import numpy as np
 import oracles
 import pytest
 
-from osd_jax import native, testing
+from osd_jax import base, native, testing
 from osd_jax.decoding import records
-from osd_jax.decoding import state as state_lib
 
 VOCAB = 7
 
@@ -20,7 +19,7 @@ VOCAB = 7
   [(1000, jnp.uint16), (2**16, jnp.uint16), (2**16 + 1, jnp.int32)],
 )
 def test_ids_are_stored_in_the_smallest_type_that_holds_them(vocab_size, dtype):
-  empty = state_lib.empty_records(2, 5, 4, vocab_size)
+  empty = base.empty_records(2, 5, 4, vocab_size)
   assert empty.ids.dtype == dtype and empty.ids.shape == (2, 5, 4)
   logits = np.zeros((1, 1, vocab_size), np.float32)
   logits[..., -1] = 1.0
@@ -29,13 +28,8 @@ def test_ids_are_stored_in_the_smallest_type_that_holds_them(vocab_size, dtype):
 
 
 def test_zero_kept_tokens_store_nothing():
-  assert state_lib.empty_records(2, 5, 0, VOCAB) is None
-  assert state_lib.empty_records(2, 5, 99, VOCAB).ids.shape == (2, 5, VOCAB)
-
-
-def test_position_takes_at_most_400_bytes():
-  leaves = jax.tree.leaves(state_lib.empty_records(1, 1, 64, 32_128))
-  assert sum(leaf.nbytes for leaf in leaves) <= 400
+  assert base.empty_records(2, 5, 0, VOCAB) is None
+  assert base.empty_records(2, 5, 99, VOCAB).ids.shape == (2, 5, VOCAB)
 
 
 @hypothesis.settings(max_examples=60, deadline=None)

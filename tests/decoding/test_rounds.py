@@ -5,14 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
 from decoding import harness
 
 from osd_jax import base, testing
 from osd_jax.base import EOS_ID, StopReason
 from osd_jax.decoding import rounds
-from osd_jax.decoding import state as state_lib
 
 VOCAB, LENGTH, SOURCE, RECORD = 8, 16, 7, 8
 TARGET = harness.READER
@@ -25,45 +23,13 @@ def sources(seed):
   return harness.reader_sources(5, SOURCE, seed)
 
 
-def started(rows, kind="same"):
-  """Prefilled rows that cycle through five prompts, each with its own limit."""
-  source, mask = sources(0)
-  turn = np.arange(rows) % 5
-  return harness.start(
-    TARGET,
-    params_of(),
-    source[turn],
-    mask[turn],
-    harness.settings_of(rows, max_length=np.resize(LIMITS, rows)),
-    LENGTH,
-    TARGET,
-    params_of(kind),
-    RECORD,
-  )
-
-
 def run_rounds(k, state, kind="same", **kwargs):
   return harness.rounds(
     TARGET, TARGET, k, params_of(), params_of(kind), state, **kwargs
   )
 
 
-@functools.cache
-def plain_state():
-  """The final state of plain decoding for all five prompts."""
-  settings = harness.settings_of(5, max_length=LIMITS)
-  return harness.plain(TARGET, params_of(), *sources(0), settings, LENGTH, RECORD)
-
-
 # --- Greedy: token for token --------------------------------------------------------
-
-
-def test_draft_swap_within_requests_changes_no_greedy_token():
-  state = started(5, "close")
-  for kind in ("close", "unrelated", "same"):
-    limit = 1 if kind != "same" else harness.MANY
-    state = run_rounds(3, state, kind, limit=limit)
-  assert harness.outputs(state) == harness.outputs(plain_state())
 
 
 def greedy_walk(table, limit):
@@ -109,14 +75,14 @@ MIXED = {
 }
 
 
-def mixed_start(order, kind="close"):
+def started(order=range(5), kind="close", settings=MIXED):
   """The five requests of MIXED, in the given order."""
   source, mask = sources(3)
   order = np.asarray(order)
   settings = harness.settings_of(
     len(order),
     max_length=np.asarray(LIMITS)[order],
-    **{name: values[order] for name, values in MIXED.items()},
+    **{name: values[order] for name, values in settings.items()},
   )
   return harness.start(
     TARGET,
@@ -136,30 +102,15 @@ def mixed_start(order, kind="close"):
 )
 def test_batch_mates_and_slot_change_no_output(order):
   """Covers order, mates, their sampling, all-greedy batches and unfiltered batches."""
-  alone = harness.outputs(run_rounds(3, mixed_start(range(5)), "close"))
+  alone = harness.outputs(run_rounds(3, started(), "close"))
   assert len(set(map(tuple, alone))) == 5
-  found = harness.outputs(run_rounds(3, mixed_start(order), "close"))
+  found = harness.outputs(run_rounds(3, started(order), "close"))
   assert found == [alone[row] for row in order]
 
 
-def test_single_row_equals_the_row_in_a_batch():
-  target, draft = testing.random_table(VOCAB, 6), testing.random_table(VOCAB, 7)
-  columns = {
-    name: np.resize(values, harness.TABLE_ROWS)
-    for name, values in {**MIXED, "max_length": LIMITS}.items()
-  }
-  together = harness.outputs(
-    harness.table_rounds(3, target, draft, harness.table_settings(**columns))
-  )
-  for row in range(5):
-    one = {name: values[row : row + 1] for name, values in columns.items()}
-    alone = harness.table_rounds(3, target, draft, harness.settings_of(1, **one))
-    assert harness.outputs(alone) == [together[row]]
-
-
 def test_single_rounds_equal_one_call_and_leave_stopped_rows_unchanged():
-  at_once = run_rounds(3, mixed_start(range(5)), "close")
-  state = mixed_start(range(5))
+  at_once = run_rounds(3, started(), "close")
+  state = started()
   saw_a_stopped_row = False
   while (np.asarray(state.stop_reason) == StopReason.RUNNING).any():
     before = state
@@ -206,64 +157,13 @@ def test_call_returns_when_any_running_row_stops():
 # --- Records ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["close", "unrelated"])
-def test_records_equal_a_fresh_scoring_pass(kind):
-  state = run_rounds(3, mixed_start(range(5), kind), kind)
-  source, mask = sources(3)
-  logits, valid = harness.scored(TARGET, params_of(), source, mask, state)
-  log_probs, _, tail = oracles.truncate(logits, RECORD)
-  fresh = np.log(oracles.softmax(logits))
-  found = jax.tree.map(np.asarray, state.records)
-  at_ids = np.take_along_axis(fresh, found.ids.astype(int), -1)
-  np.testing.assert_allclose(found.log_probs[valid], log_probs[valid], atol=5e-5)
-  np.testing.assert_allclose(found.log_probs[valid], at_ids[valid], atol=5e-5)
-  np.testing.assert_allclose(found.tail[valid], tail[valid], atol=1e-5)
-  # A round has one error if it accepts less than K tokens and is not cut.
-  errors = np.sum(found.error & valid, axis=1)
-  rejected = np.asarray(state.counters.drafted - state.counters.accepted)
-  np.testing.assert_array_equal(errors, rejected)
-
-
 def test_first_round_reads_no_token_of_an_unused_buffer():
   """A draft equal to the target is accepted, whatever the buffer held before."""
-  state = started(5)
+  state = started(kind="same", settings={})
   state = state.replace(tokens=jnp.full_like(state.tokens, VOCAB - 1))
   counters = run_rounds(3, state, limit=1).counters
   assert np.asarray(counters.drafted).any()
   np.testing.assert_array_equal(counters.accepted, counters.drafted)
-
-
-@pytest.mark.parametrize(
-  ("k", "errors"), [(1, [2, 5]), (2, []), (3, [2, 5]), (8, [2, 5])]
-)
-def test_error_mask_marks_exactly_the_planted_rejections(k, errors):
-  """The target repeats 2 3 4, and the draft is wrong after 3.
-
-  With K = 2 every third token is a bonus token, so the draft is never wrong.
-  """
-  target = np.zeros((VOCAB,) * 3, np.float32)
-  for last, following in ((0, 2), (2, 3), (3, 4), (4, 2)):
-    target[:, last, following] = 5.0
-  draft = target.copy()
-  draft[:, 3, 6] = 9.0
-  state = harness.table_rounds(k, target, draft, harness.table_settings(max_length=8))
-  assert harness.outputs(state) == [[2, 3, 4, 2, 3, 4, 2, 3]] * harness.TABLE_ROWS
-  marked = np.flatnonzero(np.asarray(state.records.error[0, :8])).tolist()
-  assert marked == errors
-
-
-def table_that_ends(seed):
-  table = np.random.default_rng(seed).normal(size=(VOCAB,) * 3)
-  return table.astype(np.float32)
-
-
-def test_plain_decoding_makes_one_target_call_per_token():
-  settings = harness.settings_of(6, max_length=[1, 2, 3, 7, 20, 20], temperature=1.0)
-  state = harness.tabular_steps(table_that_ends(0), settings, 20, record=VOCAB)
-  np.testing.assert_array_equal(state.counters.rounds, state.length)
-  assert not np.asarray(state.counters.drafted).any()
-  assert not np.asarray(state.records.error).any()
-  assert (np.asarray(state.length) <= np.asarray(settings.max_length)).all()
 
 
 # --- At the limit -------------------------------------------------------------------
@@ -301,43 +201,9 @@ def test_round_past_the_limit_overwrites_nothing():
   assert differences(*run_to_the_limit()) == []
 
 
-def test_buffers_without_room_for_a_round_are_overwritten(monkeypatch):
-  """Control: clamped writes overwrite earlier entries of every buffer."""
-  monkeypatch.setattr(state_lib, "buffer_length", lambda target_length: target_length)
-  found = differences(*run_to_the_limit())
-  assert {"tokens", "target cache", "records"} <= set(found)
-
-
-# --- Compilation --------------------------------------------------------------------
-
-
-def test_other_settings_requests_and_parameters_compile_nothing():
-  run = harness.jitted_rounds()
-  model = testing.tabular_model(VOCAB)
-
-  def call(version, rows=3, **settings):
-    tables = [jnp.asarray(testing.random_table(VOCAB, version + i)) for i in range(2)]
-    settings = harness.settings_of(rows, **settings)
-    sources = harness.no_sources(rows)
-    state = harness.start(model, tables[0], *sources, settings, 9, model, tables[1])
-    return harness.rounds(model, model, 2, *tables, state, limit=version + 1, run=run)
-
-  state = call(0, max_length=9)
-  assert run._cache_size() == 1
-  for seed in range(1, 5):
-    others = {"min_p": seed / 9, "repetition_penalty": 1 + seed / 4}
-    call(seed, max_length=seed, temperature=seed / 2, top_k=seed, top_p=0.9, **others)
-  tables = [jnp.asarray(testing.random_table(VOCAB, 2))] * 2
-  # The result of a call is a valid input of the next one.
-  harness.rounds(model, model, 2, *tables, state, run=run)
-  assert run._cache_size() == 1
-  call(0, rows=4, max_length=9)  # another number of rows does compile
-  assert run._cache_size() == 2
-
-
 def test_target_is_given_no_token_in_stopped_rows_and_after_short_proposals():
   rows = [StopReason.RUNNING, StopReason.EOS, StopReason.EMPTY, StopReason.RUNNING]
-  state = started(4).replace(
+  state = started(range(4)).replace(
     stop_reason=jnp.asarray([int(reason) for reason in rows]),
     last_token=jnp.arange(4),
   )

@@ -37,13 +37,15 @@ def test_arg_max_is_the_first_of_tied_entries(forms, size):
   assert np.all(np.asarray(sampling.arg_max(jnp.asarray(values))) < size)
 
 
-@pytest.mark.parametrize("broken", [np.nan, np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 0), (1.0, 2)])
 @pytest.mark.parametrize("size", [8, 1000, 1536, 32128])
-def test_broken_row_has_no_mass_in_any_vocabulary(size, temperature, broken):
+def test_broken_row_has_no_mass_and_does_not_affect_others(
+  size, temperature, top_k, broken
+):
   logits = np.random.default_rng(0).normal(size=(2, 3, size)).astype(np.float32)
-  logits[0, 1, size - 3] = broken
-  got = probs_of(logits, temperature=temperature)
+  logits[0, 1, slice(None) if broken == -np.inf else size - 3] = broken
+  got = probs_of(logits, temperature=temperature, top_k=top_k)
   assert not np.any(got[0, 1])
   np.testing.assert_allclose(np.delete(got.sum(-1).ravel(), 1), 1, rtol=1e-5)
 
@@ -153,19 +155,6 @@ def test_low_temperature_still_samples(temperature):
   assert np.mean(drawn) == pytest.approx(0.2689, abs=0.05)
 
 
-@pytest.mark.parametrize(
-  "broken",
-  [[np.nan, 0, 1], [0, 1, -np.nan], [np.inf, 0, 1], [-np.inf] * 3, [np.nan, np.inf, 0]],
-)
-@pytest.mark.parametrize("top_k", [0, 2])
-def test_broken_row_has_no_mass_and_does_not_affect_other_rows(broken, top_k):
-  logits = np.array([[[0.0, 1.0, 2.0]], [broken]])
-  for temperature in (0.0, 1.0):
-    found = probs_of(logits, temperature=temperature, top_k=[0, top_k])
-    assert (found[1] == 0).all()
-    np.testing.assert_allclose(found[0].sum(), 1, atol=1e-6)
-
-
 def test_row_does_not_depend_on_filters_of_batch_mates():
   """Bit for bit, in a vocabulary whose sums of probabilities round to 1 early."""
   logits = np.random.default_rng(1).normal(0, 6, (40, 1, 2000))
@@ -236,31 +225,3 @@ def test_every_share_selects_an_entry_with_mass(size):
   masses[:, 2] = np.maximum(masses[:, 2], 1e-20)
   found = np.asarray(sampling._at_share(jnp.asarray(masses), jnp.asarray(SHARES)))
   assert (masses[np.arange(len(SHARES)), found] > 0).all()
-
-
-@pytest.mark.parametrize(
-  ("field", "value"),
-  [
-    ("temperature", -0.1),
-    ("temperature", float("nan")),
-    ("temperature", float("inf")),
-    ("top_k", -1),
-    ("top_p", 0.0),
-    ("top_p", 1.5),
-    ("top_p", float("nan")),
-    ("min_p", -0.1),
-    ("min_p", 1.1),
-    ("repetition_penalty", 0.0),
-    ("repetition_penalty", float("inf")),
-    ("seed", -1),
-    ("seed", 2**32),
-    ("max_length", 0),
-    ("cache_salt", 2**64),
-  ],
-)
-def test_sampling_value_out_of_range_is_named(field, value):
-  arguments = {"max_length": 4, field: value}
-  with pytest.raises(ValueError) as caught:
-    sampling.make_settings(2, **arguments)
-  assert f"SamplingSettings.{field}" in str(caught.value)
-  assert repr(value) in str(caught.value)

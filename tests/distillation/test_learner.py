@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distillation import rows
 
 from osd_jax import base, testing
 from osd_jax.costs.table import Costs, RoundCosts
@@ -48,20 +49,9 @@ def assert_same_bits(found, wanted):
 def row(seed):
   """Returns a finished request with random records."""
   rng = np.random.default_rng(seed)
-  ids = np.stack([rng.choice(VOCAB, KEPT, replace=False) for _ in range(LENGTH)])
-  masses = -np.sort(-rng.dirichlet(np.ones(KEPT), LENGTH))
-  return base.DistillationBatch(
-    source=jnp.asarray(rng.integers(2, VOCAB, (1, SOURCE)), jnp.int32),
-    target=jnp.asarray(rng.integers(2, VOCAB, (1, LENGTH)), jnp.int32),
-    mask=jnp.ones((1, LENGTH), bool),
-    records=base.Records(
-      log_probs=jnp.log(jnp.asarray(masses[None], jnp.float32)),
-      ids=jnp.asarray(ids[None], jnp.uint16),
-      tail=jnp.zeros((1, LENGTH), jnp.float32),
-      error=jnp.zeros((1, LENGTH), bool),
-    ),
-    weight=jnp.ones((1,), jnp.float32),
-  )
+  records = rows.records_of(rng.normal(0, 2, (1, LENGTH, VOCAB)), KEPT)
+  source = rng.integers(2, VOCAB, (1, SOURCE))
+  return rows.batch_of(records, source, rng.integers(2, VOCAB, (1, LENGTH)))
 
 
 @pytest.fixture
@@ -97,16 +87,6 @@ def feed(one, overlaps):
   outcomes = [one.observe(row(one.finished), overlap) for overlap in overlaps]
   outcomes.append(one.finish())
   return [outcome.figures() for outcome in outcomes if outcome is not None]
-
-
-# The share of the slices is (1 - overlap) / much_to_gain, at most 1.
-@pytest.mark.parametrize(
-  "much, overlap, share",
-  [(0.0, 0.99, 1.0), (0.4, 0.2, 1.0), (0.4, 0.9, 0.25), (0.4, 0.999, 0.0025)],
-)
-def test_number_of_slices_follows_the_possible_gain(learner_of, much, overlap, share):
-  (figures,) = feed(learner_of(much_to_gain=much), [overlap] * INTERVAL)
-  assert figures["steps"] == max(1, math.ceil(SLICES * share))
 
 
 def test_new_rows_of_an_update_arrived_after_the_last_launch(learner_of):
@@ -176,7 +156,7 @@ def test_gate_serves_the_first_draft_until_a_trained_one_is_better(learner_of):
   assert one.version == one.gate.newest > 2
   assert_same_bits(one.serving, one.runner.learner.served)
   # The draft that was promoted last is better than the newest one.
-  proven, version = one._drafts["proven"], one.gate.proven
+  proven, version = one.serving, one.version
   judge(one, 0.9, 30, serving=0.2)
   assert one.decision.name == "taken_back"
   assert one.version == version < one.gate.newest
@@ -292,13 +272,14 @@ def batches(seed=0):
 
 @pytest.fixture
 def runner_of():
-  """Returns a function that makes background runners; they are closed afterwards."""
+  """Returns a function that makes runners; they are closed afterwards."""
   learners = []
 
-  def make(free=False):
+  def make(free=False, **changes):
     start = update.init_learner(CONFIG, params())
-    learners.append(learner.UpdateRunner(MODEL, CONFIG, start, INTERVAL, free))
-    return learners[-1]
+    one = learner.UpdateRunner(MODEL, CONFIG, start, INTERVAL, free, **changes)
+    learners.append(one)
+    return one
 
   yield make
   for one in learners:
@@ -318,16 +299,24 @@ def test_update_is_due_one_interval_after_its_launch(runner_of):
   assert outcome.learner is one.learner
 
 
-def test_background_update_equals_the_direct_one_bit_by_bit(runner_of):
-  one, direct = runner_of(), update.init_learner(CONFIG, params())
+@pytest.mark.parametrize("in_background", [True, False])
+def test_updates_equal_the_direct_ones_bit_by_bit(runner_of, in_background):
+  one = runner_of(in_background=in_background)
+  direct = update.init_learner(CONFIG, params())
   for seed in range(3):
+    before = one.learner
     one.launch(batches(seed), finished=seed)
+    for _ in range(seed):  # slices that run between two calls of serving
+      one.wait_if_behind(seed, 1)
+    assert one.learner is before and one.pending()[0] == seed
     outcome = one.take()
     direct, report = update.update(MODEL, CONFIG, direct, batches(seed))
     assert_same_bits(outcome.learner, direct)
     assert outcome.losses == np.asarray(report.loss).tolist()
     assert outcome.grad_norms == np.asarray(report.grad_norm).tolist()
-    assert outcome.skipped == 0 and int(outcome.learner.version) == seed + 1
+    assert outcome.skipped == 0 and outcome.version == seed + 1
+    assert in_background or outcome.wait_ms == outcome.update_ms > 0
+    assert not one.busy and one.pending() is None
   assert not np.array_equal(direct.params, params())
   other, _ = update.update(MODEL, CONFIG, direct, batches(9))
   assert not np.array_equal(other.params, direct.params)  # negative control
@@ -348,17 +337,6 @@ def test_free_update_is_due_when_it_is_ready(runner_of, monkeypatch):
   one.wait()
   assert one.due(0)
   assert int(one.take().learner.version) == 1
-
-
-def test_waiting_time_of_serving_is_reported(runner_of, monkeypatch):
-  gate, real = threading.Event(), update.take_slice
-  wait_first = lambda *arguments: (gate.wait(30), real(*arguments))[1]
-  monkeypatch.setattr(update, "take_slice", wait_first)
-  one = runner_of()
-  one.launch(batches(), finished=0)
-  threading.Timer(0.2, gate.set).start()
-  outcome = one.take()
-  assert outcome.wait_ms > 100 and outcome.update_ms > 100
 
 
 @pytest.fixture
@@ -462,26 +440,7 @@ def test_second_launch_is_refused(runner_of):
     one.launch(batches(), finished=1)
 
 
-def test_non_finite_slices_are_skipped_and_counted(runner_of):
-  one = runner_of()
-  bad, good = batches()
-  broken = bad.records.replace(log_probs=bad.records.log_probs * jnp.nan)
-  nan = bad.replace(records=broken)
-  one.launch((nan, good), finished=0)
-  outcome = one.take()
-  assert outcome.skipped == 1 and int(outcome.learner.version) == 1
-  one.launch((nan, nan), finished=1)
-  after = one.take()
-  assert after.skipped == 2 and int(after.learner.version) == 1
-  assert_same_bits(after.learner.params, outcome.learner.params)
-
-
-@pytest.fixture
-def interleaved(monkeypatch):
-  """Returns a function that makes an interleaved runner.
-
-  It also returns a list of the threads that ran the slices.
-  """
+def test_interleaved_slices_are_spread_until_the_update_is_due(runner_of, monkeypatch):
   threads, real = [], update.take_slice
 
   def noted(*arguments):
@@ -489,19 +448,7 @@ def interleaved(monkeypatch):
     return real(*arguments)
 
   monkeypatch.setattr(update, "take_slice", noted)
-
-  def make(free=False):
-    start = update.init_learner(CONFIG, params())
-    one = learner.UpdateRunner(
-      MODEL, CONFIG, start, INTERVAL, free, in_background=False
-    )
-    return one, threads
-
-  return make
-
-
-def test_interleaved_slices_are_spread_until_the_update_is_due(interleaved):
-  one, threads = interleaved()
+  one = runner_of(in_background=False)
   one.wait_if_behind(0, 1)
   assert not threads and not one.due(100) and one.pending() is None
   one.launch((*batches(0), *batches(1), *batches(2)), finished=4)
@@ -515,26 +462,8 @@ def test_interleaved_slices_are_spread_until_the_update_is_due(interleaved):
   assert [one.due(n) for n in (6, 7)] == [False, True]
 
 
-def test_interleaved_updates_equal_the_direct_one_bit_by_bit(interleaved):
-  for calls in range(3):
-    one, taken = interleaved()
-    del taken[:]
-    before = one.learner
-    one.launch(batches(), finished=0)
-    for _ in range(calls):
-      one.wait_if_behind(0, 1)
-    assert one.learner is before and one.pending()[0] == 0
-    outcome = one.take()
-    assert len(taken) == CONFIG.steps_per_update
-    expected, report = update.update(MODEL, CONFIG, before, batches())
-    assert_same_bits(outcome.learner, expected)
-    assert outcome.losses == np.asarray(report.loss).tolist()
-    assert outcome.version == 1 and outcome.wait_ms == outcome.update_ms > 0
-    assert not one.busy and one.pending() is None
-
-
-def test_free_interleaved_update_is_due_when_all_slices_have_run(interleaved):
-  one, _ = interleaved(free=True)
+def test_free_interleaved_update_is_due_when_all_slices_have_run(runner_of):
+  one = runner_of(free=True, in_background=False)
   one.launch(batches(), finished=0)
   assert not one.due(1000)
   one.wait_if_behind(0, 1)
@@ -543,19 +472,18 @@ def test_free_interleaved_update_is_due_when_all_slices_have_run(interleaved):
   assert one.due(0)
 
 
-def test_failed_interleaved_slice_runs_again(interleaved, monkeypatch):
-  one, _ = interleaved()
-  before, real = one.learner, update.take_slice
+def test_failed_interleaved_slice_runs_again(runner_of, monkeypatch):
+  one, before = runner_of(in_background=False), update.init_learner(CONFIG, params())
   one.launch(batches(), finished=0)
   one.wait_if_behind(0, 1)
 
   def fails(*arguments):
     raise RuntimeError("out of memory")
 
-  monkeypatch.setattr(update, "take_slice", fails)
-  with pytest.raises(RuntimeError, match="out of memory"):
-    one.take()
-  monkeypatch.setattr(update, "take_slice", real)
+  with monkeypatch.context() as patch:
+    patch.setattr(update, "take_slice", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+      one.take()
   expected, _ = update.update(MODEL, CONFIG, before, batches())
   assert_same_bits(one.take().learner, expected)
 

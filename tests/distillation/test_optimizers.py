@@ -50,17 +50,11 @@ def closed_form(peak, warmup, schedule, end, step):
 @pytest.mark.parametrize(
   "settings",
   [
-    # From the shipped gin files.
     (2e-3, 100, "trapezoid", 900),
-    (1e-3, 200, "trapezoid", 4500),
-    (1e-3, 100, "trapezoid", 2000),
-    (1e-3, 100, "trapezoid", 300),
     (1e-3, 0, "trapezoid", 1000),
-    (1e-3, 0, "trapezoid", 2000),
     (1e-3, 1, "trapezoid", 3),
     (1e-3, 0, "cosine", 9),
     (1e-3, 20, "constant", None),
-    (2e-5, 0, "constant", None),
     # Odd numbers of steps and short warm-ups.
     (0.5, 2, "trapezoid", 9),
     (0.5, 1, "linear", 8),

@@ -1,16 +1,14 @@
 """The schedule at a fixed interval, and the detector of shifts."""
 
-import json
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 
-from osd_jax import base
+from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.distillation import schedule
 
 CONFIG = schedule.ScheduleConfig(update_interval=3, much_to_gain=0.4)
 SLICES = 16  # per update
+COSTS = Costs(RoundCosts((11.0,), num_draft_tokens=(7,)), lost_ms=75.0)
 
 
 def observe(config, state, overlap, slices=SLICES):
@@ -54,19 +52,11 @@ def test_possible_gain_depends_on_the_last_requests_only():
   assert started[-1] == 4 and len(state.recent) == schedule.SHORT
 
 
-def test_state_restored_from_json_continues_identically():
-  overlaps = np.random.default_rng(5).uniform(size=200)
-  values = json.loads(json.dumps(asdict(run(CONFIG, overlaps[:120])[0])))
-  restored = base.from_json(values, schedule.ScheduleState)
-  for overlap in overlaps[120:]:
-    restored, _ = observe(CONFIG, restored, overlap)
-  assert restored == run(CONFIG, overlaps)[0]
-
-
 @pytest.mark.parametrize("overlap", [float("nan"), -0.1, 1.5])
-def test_overlap_outside_0_to_1_is_refused(overlap):
+@pytest.mark.parametrize("config", [CONFIG, schedule.WorthConfig(costs=COSTS)])
+def test_overlap_outside_0_to_1_is_refused(config, overlap):
   with pytest.raises(ValueError, match="Schedule.update: overlap of request 0"):
-    observe(CONFIG, CONFIG.init(), overlap)
+    observe(config, config.init(), overlap)
 
 
 @pytest.mark.parametrize("change", [-0.3, -0.25, 0.3])

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
+from distillation import rows
 
 from osd_jax import base, testing
 from osd_jax.decoding import records
@@ -24,18 +24,11 @@ draw = jax.jit(subsample.subsample, static_argnums=(0, 3))
 def batch_of(seed=0, lengths=(8, 5, 2)):
   rng = np.random.default_rng(seed)
   logits = rng.normal(0, 2, (ROWS, LENGTH, VOCAB))
-  log_probs, ids, tail = oracles.truncate(logits, TOP_K)
-  return base.DistillationBatch(
-    source=jnp.ones((ROWS, 2), jnp.int32),
-    target=jnp.asarray(rng.integers(2, VOCAB, (ROWS, LENGTH)), jnp.int32),
-    mask=jnp.arange(LENGTH)[None] < jnp.asarray(lengths)[:, None],
-    records=base.Records(
-      log_probs=jnp.asarray(log_probs, jnp.float32),
-      ids=jnp.asarray(ids, jnp.uint16),
-      tail=jnp.asarray(tail, jnp.float32),
-      error=jnp.asarray(rng.random((ROWS, LENGTH)) < 0.5),
-    ),
-    weight=jnp.ones(ROWS),
+  error = rng.random((ROWS, LENGTH)) < 0.5
+  return rows.batch_of(
+    rows.records_of(logits, TOP_K, error),
+    target=rng.integers(2, VOCAB, (ROWS, LENGTH)),
+    mask=np.arange(LENGTH)[None] < np.asarray(lengths)[:, None],
   )
 
 
@@ -87,13 +80,6 @@ def test_drawn_positions_are_distinct_and_emitted():
   expected = np.take_along_axis(batch.records.tail, sampled.positions, axis=1)
   np.testing.assert_array_equal(sampled.batch.records.tail, expected)
   np.testing.assert_array_equal(sampled.batch.target, batch.target)
-
-
-def test_positions_depend_on_the_key():
-  batch, config = batch_of(), ANY(num_positions=4)
-  keys = jax.random.split(KEY, 2)
-  one, other = (draw(config, batch, key, VOCAB).positions for key in keys)
-  assert not np.array_equal(one, other)
 
 
 def test_configured_error_positions_are_drawn():

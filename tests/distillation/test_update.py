@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
+from distillation import rows
 
 from osd_jax import base
 from osd_jax.distillation import buffer as replay
@@ -55,23 +55,11 @@ def model_with(score):
 MODEL = model_with(_score)
 
 
-def batch_of(seed, rows=4, error=True):
+def batch_of(seed):
   rng = np.random.default_rng(seed)
-  log_probs, ids, tail = oracles.truncate(
-    rng.normal(0, 2, (rows, LENGTH, VOCAB)), TOP_K
-  )
-  return base.DistillationBatch(
-    source=jnp.asarray(rng.integers(0, VOCAB, (rows, SOURCE)), jnp.int32),
-    target=jnp.asarray(rng.integers(2, VOCAB, (rows, LENGTH)), jnp.int32),
-    mask=jnp.ones((rows, LENGTH), bool),
-    records=base.Records(
-      log_probs=jnp.asarray(log_probs, jnp.float32),
-      ids=jnp.asarray(ids, jnp.uint16),
-      tail=jnp.asarray(tail, jnp.float32),
-      error=jnp.full((rows, LENGTH), error),
-    ),
-    weight=jnp.ones(rows),
-  )
+  records = rows.records_of(rng.normal(0, 2, (4, LENGTH, VOCAB)), TOP_K)
+  source = rng.integers(0, VOCAB, (4, SOURCE))
+  return rows.batch_of(records, source, rng.integers(2, VOCAB, (4, LENGTH)))
 
 
 def with_nan(batch):
@@ -126,19 +114,6 @@ def test_every_optimizer_lowers_the_loss(name):
     first = metrics.loss if first is None else first
   assert metrics.loss < 0.7 * first
   assert int(learner.step) == 60 and int(learner.skipped) == 0
-
-
-def test_updates_from_the_buffer_lower_the_loss():
-  config = config_of(learning_rate=3e-2)
-  learner, buffer = learner_of(config), filled_buffer()
-  loss = lambda learner: update.loss_and_grad(
-    MODEL, config, learner.params, batch_of(0)
-  )[0]
-  before = loss(learner)
-  for number in range(20):
-    learner, metrics = run_update(config, learner, buffer, jax.random.key(number), 0)
-  assert loss(learner) < 0.7 * before
-  assert int(learner.version) == 20 and metrics.loss.shape == (2,)
 
 
 def test_sgd_step_is_the_gradient_of_the_loss():
@@ -243,41 +218,6 @@ def test_single_slices_equal_the_update_bit_by_bit():
   # Negative control: another key draws other rows.
   other, _ = run_update(config, learner, buffer, jax.random.key(7), 2)
   assert not same(other.params, whole.params)
-
-
-def test_update_does_not_change_its_inputs():
-  config, buffer = config_of(), filled_buffer()
-  learner = learner_of(config)
-  before = jax.tree.map(np.array, (learner, buffer))
-  run_update(config, learner, buffer, jax.random.key(0), 0)
-  assert same((learner, buffer), before)
-
-
-def test_later_updates_compile_nothing():
-  config, buffer = config_of(), filled_buffer()
-  run = lambda learner, number: run_update(
-    config, learner, buffer, jax.random.key(number), jnp.int32(number)
-  )[0]
-  learner = run(learner_of(config), 0)
-  learner = run(learner, 1)
-  size = update.take_slice._cache_size(), update.draw_slice._cache_size()
-  for number in range(2, 5):
-    learner = run(learner, number)
-  assert (update.take_slice._cache_size(), update.draw_slice._cache_size()) == size
-
-
-def test_rows_without_weight_or_error_positions_have_no_effect():
-  config = config_of(name="sgd", learning_rate=1.0)
-  learner = learner_of(config)
-  idle, metrics = step(MODEL, config, learner, batch_of(9).replace(weight=jnp.zeros(4)))
-  assert same(idle.params, learner.params) and metrics.loss == 0
-  at_errors = dataclasses.replace(
-    config, loss=dataclasses.replace(ANY_LOSS, positions="error")
-  )
-  idle, _ = step(MODEL, at_errors, learner, batch_of(9, error=False))
-  assert same(idle.params, learner.params)
-  busy, _ = step(MODEL, at_errors, learner, batch_of(9))
-  assert not same(busy.params, learner.params)
 
 
 def test_clipping_limits_only_large_gradients():

@@ -6,6 +6,7 @@ Everything runs on `harness.READER`, a tabular model whose outputs depend on the
 
 import dataclasses
 import functools
+import itertools
 import operator
 
 import jax
@@ -14,7 +15,8 @@ from decoding import harness
 
 from osd_jax import testing
 from osd_jax.base import EOS_ID
-from osd_jax.engine import engine
+from osd_jax.decoding import drafters
+from osd_jax.engine import controller, engine
 from osd_jax.engine.requests import DecodingConfig, Request, SamplingConfig
 
 VOCAB, LENGTH, K = harness.READER_VOCAB, 12, 3
@@ -42,6 +44,67 @@ def decoder(rows, kind="close"):
   return engine.Engine(
     config_of(rows), TARGET, target_params(), TARGET, draft_params(kind)
   )
+
+
+class Scheduled(controller.Controller):
+  """Follows a cycle of Ks, negative for probes; notes what its engine reports.
+
+  Attributes:
+    turns: K of every call.
+    reported: (chunks, prefills) that a call that drafts was said to need.
+    needed: the same chunks, computed from the state of the rows.
+    charged: prefills of the draft when a request was inserted.
+    late: numbers of the requests whose draft was prefilled later.
+    results: what `observe` received.
+  """
+
+  def __init__(self, decoder, cycle):
+    """Replaces the controller of an engine."""
+    self._decoder, self._cycle = decoder, cycle
+    self._has_widths = bool(decoder.spec.widths)
+    super().__init__(decoder.config, True, by_survival=self._has_widths)
+    decoder.controller = self
+
+  def reset(self):
+    super().reset()
+    self._turns = itertools.cycle(self._cycle)
+    self.turns, self.reported, self.needed, self.results = [], [], [], []
+    self.charged, self.late = 0, []
+
+  def charge_prefill(self, bucket):
+    del bucket
+    self.charged += 1
+
+  def choose(self, bucket, is_sampled, rows, chunks, prefills, undrafted=()):
+    del bucket, is_sampled, undrafted
+    k = next(self._turns)
+    self.turns.append(k)
+    self.state = dataclasses.replace(self.state, num_draft_tokens=abs(k), probing=k < 0)
+    if k:
+      self.reported.append((chunks, prefills))
+      self.needed.append(self._chunks(rows))
+      self.late += [s["number"] for s in self._slots() if s and s["lacks_draft"]]
+    prices = np.full(max(self.candidates), 0.1, np.float32)
+    by_cache = self._has_widths and not k
+    k = max(self.candidates) if by_cache else abs(k)
+    return controller.Choice(k, 2, prices if self._has_widths else None, by_cache)
+
+  def observe(self, result):
+    self.results.append(result)
+
+  def _slots(self):
+    return self._decoder.state()[1]["slots"]
+
+  def _chunks(self, rows):
+    """Chunks until the draft has read as much as it would have by drafting always."""
+    state, drafter = self._decoder.state()[0]["rows"], self._decoder.spec.drafter
+    lacks = np.asarray([self._slots()[row]["lacks_draft"] for row in rows])
+    length, fed = (
+      np.asarray(counts)[list(rows)]
+      for counts in (state.length, drafter.fed(state.draft_cache))
+    )
+    lag = length - 1 - fed * ~lacks  # the newest token is never fed
+    return max(-(-int(np.max(lag)) // drafters.CHUNK), 0)
 
 
 def prompts(count=9, seed=0):

@@ -9,6 +9,7 @@ import oracles
 import pytest
 import tabular_pair
 from compilations import Compilations
+from decoding import harness
 
 from osd_jax import base, corpus, sharding, testing
 from osd_jax.decoding import records
@@ -123,20 +124,19 @@ def test_draft_with_score_at_scores_only_covered_tokens(answers):
   assert f"{LENGTH}x1000xf32" not in restricted and f"{LENGTH}x1000xf32" in whole
 
 
-def test_server_measures_the_draft_with_its_current_shortlist(
-  pair, answers, monkeypatch
-):
+def test_server_measures_the_draft_with_its_current_shortlist(pair, answers):
   """Agreement is restricted to the tokens that the output head covers at present."""
-  seen, real = [], agreement.agreement
-  monkeypatch.setattr(
-    agreement, "agreement", lambda *given: (seen.append(given[5]), real(*given))[1]
-  )
-  one = server.Server(pair, DECODING)
-  one.engine.shortlist = np.array([1, 2, 5], np.int32)
-  one.warm_up(learn=True)
-  one.learn(answers[0])
-  assert len(seen) > 2 and all(given.tolist() == [1, 2, 5] for given in seen)
-  one.close()
+  covered, done = np.array([1, 2, 5], np.int32), answers[0]
+  with server.Server(pair, DECODING) as one:
+    one.engine.shortlist = covered
+    one.learn(done)
+    measured = one.learner.state()[1]["schedule"]["recent"]
+  overlaps = [
+    agreement.of_answer(pair.draft, pair.draft_params, done, tokens)
+    for tokens in (covered, None)
+  ]
+  expected, whole = (float(each.distribution_overlap[0]) for each in overlaps)
+  assert measured == (pytest.approx(expected),) and abs(expected - whole) > 1e-3
 
 
 # --- Against enumeration in float64 ---------------------------------------------------
@@ -158,21 +158,6 @@ ROWS = len(SETTINGS)
 def logits_of(seed, sharpness=2.0):
   rng = np.random.default_rng(seed)
   return rng.normal(0, sharpness, (ROWS, LAW_LENGTH, VOCAB)).astype(np.float32)
-
-
-def settings_of():
-  temperature, top_k, top_p = zip(*SETTINGS, strict=True)
-  return base.SamplingSettings(
-    temperature=jnp.asarray(temperature, jnp.float32),
-    top_k=jnp.asarray(top_k, jnp.int32),
-    top_p=jnp.asarray(top_p, jnp.float32),
-    min_p=jnp.zeros(ROWS),
-    repetition_penalty=jnp.ones(ROWS),
-    seed=jnp.zeros(ROWS, jnp.uint32),
-    max_length=jnp.full(ROWS, LAW_LENGTH, jnp.int32),
-    speculative=jnp.ones(ROWS, bool),
-    cache_salt=jnp.zeros((ROWS, 2), jnp.uint32),
-  )
 
 
 def batch_of(target_logits, kept):
@@ -205,9 +190,10 @@ def enumerated(target_logits, draft_logits, batch, processed):
 
 
 def measured(draft_logits, batch):
-  return agreement.agreement_from_logits(
-    jnp.asarray(draft_logits), batch, settings_of()
-  )
+  temperature, top_k, top_p = zip(*SETTINGS, strict=True)
+  filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+  settings = harness.settings_of(ROWS, max_length=LAW_LENGTH, **filters)
+  return agreement.agreement_from_logits(jnp.asarray(draft_logits), batch, settings)
 
 
 def test_full_rows_equal_enumeration():
@@ -248,30 +234,6 @@ def test_truncated_rows_are_exact_if_top_k_fits_the_records():
     atol=1e-5,
   )
   assert accepted[3] < 0.1
-
-
-@pytest.mark.parametrize("kept", [4, VOCAB])
-def test_draft_equal_to_the_target_has_agreement_one(kept):
-  target = logits_of(6)
-  found = measured(target, batch_of(target, kept))
-  np.testing.assert_allclose(found.distribution_overlap_upper, 1, atol=1e-5)
-  exact = slice(None) if kept == VOCAB else [0, 3, 5, 6]
-  np.testing.assert_allclose(np.asarray(found.acceptance_rate)[exact], 1, atol=1e-5)
-
-
-def test_agreement_scores_the_draft_teacher_forced():
-  model = testing.tabular_model(VOCAB)
-  table = testing.random_table(VOCAB, 0)
-  rng = np.random.default_rng(0)
-  tokens = rng.integers(2, VOCAB, (ROWS, LAW_LENGTH))
-  target = logits_of(9)
-  batch = batch_of(target, VOCAB).replace(target=jnp.asarray(tokens, jnp.int32))
-  fed = np.pad(tokens, ((0, 0), (2, 0)))
-  draft = table[fed[:, :LAW_LENGTH], fed[:, 1 : LAW_LENGTH + 1]]
-  found = agreement.agreement(model, jnp.asarray(table), batch, settings_of())
-  np.testing.assert_allclose(
-    found.distribution_overlap, enumerated(target, draft, batch, False), atol=1e-5
-  )
 
 
 FULL = DecodingConfig(

@@ -1,6 +1,7 @@
 """The policy that chooses K, against an oracle that knows acceptance and costs."""
 
 import dataclasses
+import json
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,21 +13,16 @@ from osd_jax.decoding import drafters
 from osd_jax.engine import controller, requests
 
 KS = (0, 1, 3, 5, 7)
-LENGTH, TOKENS = 64, 4000
+LENGTH, TOKENS, BUCKET = 64, 4000, 8
 QUICK = hypothesis.settings(
   max_examples=60, deadline=None, derandomize=True, database=None
 )
 
 
-def costs(round_ms, *other_ms, **named_ms):
-  """Costs of a call that may use all of KS."""
-  return controller.CallCosts(KS, KS, tuple(round_ms), *other_ms, **named_ms)
-
-
-def costs_of(draft, verify, chunk=0.27, prefill=1.5):
+def costs_of(draft, verify, prefill=1.5):
   """Cost table in plain steps; `draft` is per draft step, `verify` per token."""
   drafting = [k * draft + 0.6 * draft + 1 + k * verify for k in KS[1:]]
-  return costs((1.0, *drafting), chunk, prefill)
+  return RoundCosts((1.0, *drafting), 0.27, prefill, num_draft_tokens=KS)
 
 
 # Arguments: the cost of a draft step and of verifying a token, relative to a plain
@@ -42,24 +38,35 @@ BATCHED = {
 }
 
 
+def controller_of(costs, rows=1, largest=KS[-1], is_fixed=False, by_survival=False):
+  """A controller of K up to `largest`, or of this K alone."""
+  adaptive = requests.AdaptiveConfig(costs.num_draft_tokens, (costs,))
+  config = requests.DecodingConfig(
+    rows=rows,
+    num_draft_tokens=max(largest, 1),
+    source_lengths=(BUCKET,),
+    adaptive=None if is_fixed else adaptive,
+  )
+  return controller.Controller(config, largest > 0, by_survival)
+
+
 class Simulation:
   """Decodes simulated requests of LENGTH tokens with independent acceptance.
 
   Attributes:
     ms: time spent, by the cost table.
     tokens: number of emitted tokens.
-    state: state of the policy.
     calls: (tokens before, K, whether it was a probe) of every call.
   """
 
   def __init__(self, costs, rows=1, seed=0, fixed=None):
     """If `fixed` is set, every round uses it as K; otherwise the policy chooses."""
-    self.costs, self._fixed = costs, fixed
-    self.ms, self.tokens, self.calls = 0.0, 0, []
-    self.state = controller.initial(KS, rows)
+    self.costs, self.ms, self.tokens, self.calls = costs, 0.0, 0, []
+    largest = KS[-1] if fixed is None else fixed
+    self._controller = controller_of(costs, rows, largest, fixed is not None)
     self._rng = np.random.default_rng(seed)
     self._length, self._fed = np.zeros(rows, int), np.zeros(rows, int)
-    self._undrafted, self._spent = set(), 0.0
+    self._undrafted = set()
     for row in range(rows):
       self._insert(row)
 
@@ -76,37 +83,29 @@ class Simulation:
 
   def _insert(self, row):
     self._length[row] = self._fed[row] = 0
-    drafting = self.state.num_draft_tokens and not self.state.probing
     # As in the engine, requests that arrive during a probe are not prefilled yet.
-    if self._fixed if self._fixed is not None else drafting:
-      self._spend(self.costs.prefill_ms)
+    if self._controller.state.is_drafting:
+      self._controller.charge_prefill(BUCKET)
+      self.ms += self.costs.prefill_ms
     else:
       self._undrafted.add(row)
 
-  def _spend(self, ms):
-    self.ms += ms
-    self._spent += ms
-
   def _choose(self):
-    if self._fixed is not None:
-      return self._fixed
-    fed = np.where(np.isin(np.arange(len(self._fed)), [*self._undrafted]), 0, self._fed)
+    rows = np.arange(len(self._fed))
+    fed = np.where(np.isin(rows, [*self._undrafted]), 0, self._fed)
     chunks = -(-int(np.max(self._length - fed)) // drafters.CHUNK)
-    missing = chunks * self.costs.chunk_ms
-    missing += len(self._undrafted) * self.costs.prefill_ms
-    rows = range(len(fed))
-    self.state = controller.choose(self.costs, self.state, rows, missing)
-    if self.state.num_draft_tokens:
-      self._spend(missing)
+    prefills = len(self._undrafted)
+    chosen = self._controller.choose(BUCKET, False, rows, chunks, prefills)
+    if chosen.num_draft_tokens:
+      self.ms += chunks * self.costs.chunk_ms + prefills * self.costs.prefill_ms
       self._undrafted.clear()
-    return self.state.num_draft_tokens
+    return chosen.num_draft_tokens, chosen.max_rounds or controller.ROUNDS_PER_CALL
 
   def _call(self, acceptance):
-    k = self._choose()
-    self.calls.append((self.tokens, k, self.state.probing))
+    k, limit = self._choose()
+    self.calls.append((self.tokens, k, self._controller.state.probing))
     done = np.zeros((3, len(self._length)), int)  # emitted, judged, accepted
     rounds, round_ms = 0, self.costs.round_ms[KS.index(k)]
-    limit = controller.rounds(self.costs, self.state)
     while rounds < limit and (self._length < LENGTH).all():
       rounds += 1
       for row in range(len(self._length)):
@@ -119,25 +118,17 @@ class Simulation:
     self.tokens += int(done[0].sum())
     if k:
       self._fed[:] = self._length
-    self._observe(rounds, done)
-
-  def _observe(self, rounds, done):
-    if self._fixed is None:
-      call = controller.RoundResult(
-        rounds, *(tuple(row.tolist()) for row in done), self._spent
-      )
-      self.state = controller.observe(self.costs, self.state, call)
-    self._spent = 0.0
+    figures = (tuple(row.tolist()) for row in done)
+    self._controller.observe(controller.RoundResult(rounds, *figures))
     for row in np.flatnonzero(self._length >= LENGTH).tolist():
-      if self._fixed is None:
-        self.state = controller.release(self.state, row, LENGTH)
-        self._undrafted.discard(row)
+      self._controller.release(row, LENGTH)
+      self._undrafted.discard(row)
       self._insert(row)
 
 
 def best_fixed(costs, acceptance, rows):
   """Milliseconds per token with the best K (0 included), and with K = 0."""
-  found = [
+  times = [
     np.mean(
       [
         Simulation(costs, rows, seed, fixed=k).run(acceptance).ms_per_token
@@ -146,7 +137,7 @@ def best_fixed(costs, acceptance, rows):
     )
     for k in KS
   ]
-  return min(found), found[0]
+  return min(times), times[0]
 
 
 # --- Speed --------------------------------------------------------------------------
@@ -176,31 +167,18 @@ def test_useless_draft_costs_at_most_the_share_of_its_probes():
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_policy_drafts_again_when_acceptance_rises(name):
-  found = Simulation(TABLES[name]).run(0.1, 2000)
+def test_policy_follows_acceptance_up_and_down(name):
+  simulation = Simulation(TABLES[name]).run(0.1, 2000)
   if name == "heavy draft":  # the other drafts may pay off even at this acceptance
-    assert np.mean([k == 0 for _, k, _ in found.calls]) > 0.8
-  start = found.tokens
-  found.run(0.9, 2000)
-  settled = [k > 1 for tokens, k, probing in found.calls if tokens > start + 800]
+    assert np.mean([k == 0 for _, k, _ in simulation.calls]) > 0.8
+  start = simulation.tokens
+  simulation.run(0.9, 2000)
+  settled = [k > 1 for tokens, k, _ in simulation.calls if tokens > start + 800]
   assert np.mean(settled) > 0.9
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_policy_stops_drafting_when_acceptance_falls(name):
-  found = Simulation(TABLES[name]).run(0.9, 2000)
-  assert found.calls[-1][1] > 1
-  spent, start = found.ms, found.tokens
-  found.run(0.0, 2000)
-  assert (found.ms - spent) / (found.tokens - start) < 1.12
-  assert np.mean([k == 0 for at, k, _ in found.calls if at > start + 400]) > 0.9
-
-
-def test_policy_without_probes_never_drafts_again(monkeypatch):
-  """Control: probes are what makes the recovery above possible."""
-  monkeypatch.setattr(controller, "PROBE_SHARE", 1e-9)
-  found = Simulation(TABLES["light draft"]).run(0.0, 2000)
-  assert {k for tokens, k, _ in found.run(0.9).calls if tokens > 2000} == {0}
+  spent, start = simulation.ms, simulation.tokens
+  simulation.run(0.0, 2000)
+  assert (simulation.ms - spent) / (simulation.tokens - start) < 1.12
+  assert np.mean([k == 0 for at, k, _ in simulation.calls if at > start + 400]) > 0.9
 
 
 def test_probes_wait_until_the_draft_has_little_to_catch_up():
@@ -210,22 +188,14 @@ def test_probes_wait_until_the_draft_has_little_to_catch_up():
   assert len(places) > 20 and np.mean([place == 0 for place in places]) > 0.9
 
 
-def test_margin_reduces_switching_at_equal_costs(monkeypatch):
-  """If drafting and plain decoding cost the same, the margin prevents most changes."""
-  even = costs((1.0, 1.5, 2.5, 3.5, 4.5))  # at acceptance .5, K = 1 breaks even
-
-  def changes(margin):
-    monkeypatch.setattr(controller, "MARGIN", margin)
-    found = Simulation(even).run(0.5, 5 * TOKENS)
-    drafts = np.array([k > 0 and not probing for _, k, probing in found.calls])
-    return int(np.sum(drafts[1:] != drafts[:-1]))
-
-  assert changes(0.05) < changes(0.0)
-
-
 # --- Parts of the policy ------------------------------------------------------------
 
 RATES = st.floats(0, 1)
+
+
+def costs(round_ms, *other_ms, **named_ms):
+  """Costs of a call that may use all of KS."""
+  return controller.CallCosts(KS, KS, tuple(round_ms), *other_ms, **named_ms)
 
 
 def state_of(rates, judged=1e12, **changes):
@@ -293,15 +263,6 @@ def test_prefill_cost_stops_drafting_for_short_answers():
     assert chosen.num_draft_tokens == expected
 
 
-def test_probe_waits_until_it_is_paid_for():
-  costs = TABLES["light draft"]
-  state = state_of([0.1], num_draft_tokens=0)
-  for saved, missing, probes in ((5.0, 1.0, True), (5.0, 9.0, False), (0, 0, False)):
-    saving = dataclasses.replace(state, saved_ms=saved)
-    chosen = controller.choose(costs, saving, [0], missing)
-    assert chosen.probing == (chosen.num_draft_tokens > 0) == probes
-
-
 def test_price_of_a_probe_subtracts_its_expected_tokens():
   """If the expected tokens are worth the rounds, a probe is free."""
   prices = costs((1.0, 1.5, 2.2, 3.2, 4.2))
@@ -312,15 +273,15 @@ def test_price_of_a_probe_subtracts_its_expected_tokens():
 
 
 def test_debt_is_repaid_after_a_fixed_number_of_plain_steps():
-  costs = TABLES["light draft"]
+  prices = costs((1.0, 1.5, 2.2, 3.2, 4.2))
   state = state_of([0.1], num_draft_tokens=7, saved_ms=1.0)
   dear = controller.RoundResult(8, (8,), (56,), (0,), catch_up_ms=1e6)
-  state = controller.observe(costs, state, dear)
+  state = controller.observe(prices, state, dear)
   owed = controller.PROBE_SHARE * controller.DEBT  # plain steps take 1 ms
   assert state.saved_ms == pytest.approx(-owed)
   state = dataclasses.replace(state, num_draft_tokens=0)
   plain = controller.RoundResult(controller.DEBT, (controller.DEBT,), (0,), (0,))
-  assert controller.observe(costs, state, plain).saved_ms == pytest.approx(0.0)
+  assert controller.observe(prices, state, plain).saved_ms == pytest.approx(0.0)
 
 
 def test_calls_get_more_rounds_if_their_overhead_is_large():
@@ -336,7 +297,7 @@ def test_calls_get_more_rounds_if_their_overhead_is_large():
 def test_acceptance_is_estimated_per_row():
   call = controller.RoundResult(8, (20, 10), (30, 30), (27, 3))
   state = controller.observe(
-    TABLES["tiny draft"], state_of([0, 0], num_draft_tokens=3), call
+    costs((1.0, 1.5, 2.2, 3.2, 4.2)), state_of([0, 0], num_draft_tokens=3), call
   )
   state = dataclasses.replace(
     state,
@@ -351,49 +312,6 @@ def test_acceptance_is_estimated_per_row():
   assert controller.acceptance(released, 0) == pytest.approx(pooled)
   assert controller.acceptance(released, 1) == controller.acceptance(state, 1)
   assert released.tokens / released.requests == 20
-
-
-@QUICK
-@hypothesis.given(
-  st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=60),
-  st.sampled_from([*TABLES]),
-)
-def test_k_is_a_candidate_and_state_is_finite_after_any_calls(calls, name):
-  state, costs = controller.initial(KS, 1), TABLES[name]
-  for rounds, accepted in calls:
-    state = controller.choose(costs, state, [0])
-    k = state.num_draft_tokens
-    assert k in KS and (k > 0 or not state.probing)
-    accepted = min(accepted, k)
-    call = controller.RoundResult(
-      rounds,
-      (rounds * (accepted + 1),),
-      (rounds * min(accepted + 1, k),),
-      (rounds * accepted,),
-    )
-    state = controller.observe(costs, state, call)
-    assert 0 <= controller.acceptance(state, 0) <= 1
-    assert np.isfinite(state.saved_ms) and state.pool_judged > 0
-
-
-# --- Settings -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-  ("field", "value"),
-  [
-    ("candidates", ()),
-    ("candidates", (0,)),
-    ("candidates", (1, 3)),
-    ("candidates", (0, 3, 1)),
-    ("candidates", (0, 3, 3)),
-    ("candidates", (0, 17)),
-    ("costs", (RoundCosts((1.0, 2.0)),)),
-  ],
-)
-def test_invalid_settings_are_named(field, value):
-  with pytest.raises(ValueError, match=rf"AdaptiveConfig\.{field}: received"):
-    requests.AdaptiveConfig(**{field: value})
 
 
 def test_up_to_drops_larger_candidates_and_their_costs():
@@ -413,39 +331,48 @@ LINEAR = RoundCosts(
   num_draft_tokens=LARGER,
 )
 
+# With the n-gram cache alone while the draft rests.
+ALONE_MS = tuple(2.0 + 0.05 * k for k in LARGER)
+CACHED = dataclasses.replace(
+  LINEAR, round_ms=tuple(((ms,),) for ms in (LINEAR.round_ms, ALONE_MS))
+)
+
 
 def stopping(costs=LINEAR, rows=1):
   """A controller of a drafter that decides in every round how much to draft."""
-  config = requests.DecodingConfig(
-    rows=rows,
-    num_draft_tokens=16,
-    source_lengths=(8,),
-    adaptive=requests.AdaptiveConfig(costs=(costs,)),
-  )
-  return controller.Controller(config, has_draft=True, by_survival=True)
+  return controller_of(costs, rows, 16, by_survival=True)
 
 
-def served(choosing, drafted, accepted, tokens, costs=LINEAR):
-  """Time by the table, and tokens, of rounds that draft and accept this many."""
-  ms = emitted = 0.0
+def serve(choosing, accepted, tokens, drafted=None, alone=0):
+  """Serves tokens; returns the time per token by the table, and the share of drafting.
+
+  Args:
+    choosing: the controller.
+    accepted: accepted tokens of a round that drafts.
+    tokens: number of tokens.
+    drafted: drafted tokens of such a round; None: one more than it accepts.
+    alone: accepted tokens of a round of the n-gram cache alone.
+  """
+  ms, emitted, drafting = 0.0, 0, 0
   while emitted < tokens:
-    chosen = choosing.choose(8, False, [0], 0, 0)
-    count, k = chosen.max_rounds, drafted if chosen.num_draft_tokens else 0
-    right = accepted if k else 0
-    ms += count * float(np.interp(k, LARGER, costs.round_ms))
+    chosen = choosing.choose(BUCKET, False, [0], 0, 0)
+    count, k, right, table = chosen.max_rounds, 0, 0, LINEAR.round_ms
+    if chosen.by_cache:
+      k, right, table = alone + 1, alone, ALONE_MS
+    elif chosen.num_draft_tokens:
+      k, right = drafted or accepted + 1, accepted
+      drafting += count * (right + 1)
+    ms += count * float(np.interp(k, LARGER, table))
     emitted += count * (right + 1)
-    choosing.observe(
-      controller.RoundResult(
-        count, (count * (right + 1),), (count * k,), (count * right,)
-      )
-    )
-  return ms, emitted
+    figures = (count * (right + 1),), (count * k,), (count * right,)
+    choosing.observe(controller.RoundResult(count, *figures))
+  return ms / emitted, drafting / emitted
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_price_of_a_token_is_the_number_that_could_be_emitted_in_its_time(rows):
   choosing = stopping(rows=rows)
-  chosen = choosing.choose(8, False, range(rows), 0, 0)
+  chosen = choosing.choose(BUCKET, False, range(rows), 0, 0)
   round_ms = LINEAR.at(3)  # the mean that is assumed at the start
   row_ms = round_ms / sum(controller.START**i for i in range(4))
   assert chosen.num_draft_tokens == 16
@@ -456,53 +383,42 @@ def test_faster_decoding_makes_tokens_dearer():
   prices = []
   for accepted in (3, 8):
     choosing = stopping()
-    served(choosing, 8, accepted, 400)
-    prices.append(choosing.choose(8, False, [0], 0, 0).prices[0])
+    serve(choosing, accepted, 400, drafted=8)
+    prices.append(choosing.choose(BUCKET, False, [0], 0, 0).prices[0])
   assert prices[1] > 1.5 * prices[0]
-
-
-def test_free_token_still_has_a_price_so_that_it_is_not_asked_for():
-  flat = RoundCosts(tuple(2.0 for _ in LARGER))
-  prices = stopping(flat).choose(8, False, [0], 0, 0).prices
-  assert (prices > 0).all()
 
 
 @pytest.mark.parametrize("drafted", [1, 4, 16])
 def test_drafting_that_never_helps_costs_two_per_cent_at_most(drafted):
   """After the first 500 tokens, in which the controller finds out."""
   choosing = stopping()
-  served(choosing, drafted, 0, 500)
-  ms, emitted = served(choosing, drafted, 0, 4000)
-  assert ms <= 1.02 * 2.0 * emitted
+  serve(choosing, 0, 500, drafted)
+  assert serve(choosing, 0, 4000, drafted)[0] <= 1.02 * 2.0
 
 
 def test_drafting_that_helps_again_is_resumed():
   choosing = stopping()
-  served(choosing, 4, 0, 1000)
+  serve(choosing, 0, 1000, drafted=4)
   assert not choosing.state.num_draft_tokens
-  ms, emitted = served(choosing, 4, 4, 4000)
-  assert ms < 0.5 * 2.0 * emitted
+  assert serve(choosing, 4, 4000, drafted=4)[0] < 0.5 * 2.0
 
 
 def test_mean_length_follows_the_rounds():
   choosing = stopping()
-  served(choosing, 12, 11, 6000)
+  serve(choosing, 11, 6000)
   assert choosing.state.drafted == pytest.approx(12, abs=0.5)
-  state = controller.ControllerState(**choosing.to_json()["state"])
-  assert state == choosing.state
+  again = stopping()
+  again.from_json(json.loads(json.dumps(choosing.to_json())))
+  assert again.state == choosing.state and again.costs == choosing.costs
 
 
 @pytest.mark.parametrize(("rows", "drafts"), [((0,), True), ((0, 1, 2, 3), False)])
 def test_drafting_pays_for_one_row_but_not_for_four(rows, drafts):
   """The time of a round depends on how many rows hold a request."""
-  costs = RoundCosts((((10.0, 11.0), (10.0, 40.0)),), rows=4)
-  policy = requests.AdaptiveConfig((0, 3), costs=(costs,))
-  decoding = requests.DecodingConfig(
-    rows=4, num_draft_tokens=3, source_lengths=(8,), adaptive=policy
-  )
-  choosing, calls = controller.Controller(decoding, True), []
+  costs = RoundCosts((((10.0, 11.0), (10.0, 40.0)),), rows=4, num_draft_tokens=(0, 3))
+  choosing, calls = controller_of(costs, 4, 3), []
   for _ in range(40):
-    chosen = choosing.choose(8, False, rows, 0, 0)
+    chosen = choosing.choose(BUCKET, False, rows, 0, 0)
     k, count = chosen.num_draft_tokens, chosen.max_rounds
     of_rows = lambda number: tuple(number * (row in rows) for row in range(4))
     emitted = count * (1 + k * 2 // 3)
@@ -514,45 +430,14 @@ def test_drafting_pays_for_one_row_but_not_for_four(rows, drafts):
 
 # --- Mixtures, whose cache goes on alone while the draft rests ----------------------
 
-ALONE_MS = tuple(2.0 + 0.05 * k for k in LARGER)
-CACHED = dataclasses.replace(
-  LINEAR, round_ms=tuple(((ms,),) for ms in (LINEAR.round_ms, ALONE_MS))
-)
-
-
-def mixed(choosing, accepted, alone, tokens):
-  """Time by the table per token, and the share of drafting, of a mixture.
-
-  A round drafts one token more than it accepts.
-
-  Args:
-    choosing: the controller.
-    accepted: accepted tokens of a round with the draft.
-    alone: those of a round without it.
-    tokens: number of tokens.
-  """
-  ms, emitted, drafting = 0.0, 0, 0
-  while emitted < tokens:
-    chosen = choosing.choose(8, False, [0], 0, 0)
-    assert chosen.num_draft_tokens == 16 and chosen.prices is not None
-    right = alone if chosen.by_cache else accepted
-    table = ALONE_MS if chosen.by_cache else LINEAR.round_ms
-    count = chosen.max_rounds
-    spent = count * float(np.interp(right + 1, LARGER, table))
-    ms, emitted = ms + spent, emitted + count * (right + 1)
-    drafting += 0 if chosen.by_cache else count * (right + 1)
-    figures = (count * (right + 1),), (count * (right + 1),), (count * right,)
-    choosing.observe(controller.RoundResult(count, *figures))
-  return ms / emitted, drafting / emitted
-
 
 @pytest.mark.parametrize(
   ("accepted", "alone", "drafts"), [(0, 0, False), (1, 1, False), (2, 0, True)]
 )
 def test_the_faster_of_draft_and_cache_alone_is_found(accepted, alone, drafts):
   choosing = stopping(CACHED)
-  mixed(choosing, accepted, alone, 500)
-  ms, share = mixed(choosing, accepted, alone, 4000)
+  serve(choosing, accepted, 500, alone=alone)
+  ms, share = serve(choosing, accepted, 4000, alone=alone)
   best = min(
     np.interp(count + 1, LARGER, table) / (count + 1)
     for count, table in ((accepted, LINEAR.round_ms), (alone, ALONE_MS))
@@ -563,26 +448,50 @@ def test_the_faster_of_draft_and_cache_alone_is_found(accepted, alone, drafts):
 
 def test_cache_that_fills_is_noticed_while_the_draft_drafts():
   choosing = stopping(CACHED)
-  assert mixed(choosing, 2, 0, 2000)[1] > 0.9
-  mixed(choosing, 2, 4, 1500)
-  assert mixed(choosing, 2, 4, 1000)[1] < 0.1
-  mixed(choosing, 4, 0, 1500)  # and the other way round
-  assert mixed(choosing, 4, 0, 1000)[1] > 0.9
+  assert serve(choosing, 2, 2000)[1] > 0.9
+  serve(choosing, 2, 1500, alone=4)
+  assert serve(choosing, 2, 1000, alone=4)[1] < 0.1
+  serve(choosing, 4, 1500)  # and the other way round
+  assert serve(choosing, 4, 1000)[1] > 0.9
 
 
 def test_tries_of_the_cache_alone_cost_two_per_cent_at_most():
   choosing = stopping(CACHED)
-  mixed(choosing, 6, 0, 500)
-  ms, share = mixed(choosing, 6, 0, 4000)
+  serve(choosing, 6, 500)
+  ms, share = serve(choosing, 6, 4000)
   assert share < 1  # otherwise nothing was tried
   assert ms < 1.02 * np.interp(7, LARGER, LINEAR.round_ms) / 7
 
 
 def test_prices_of_the_cache_alone_leave_the_draft_out():
   choosing = stopping(CACHED)
-  drafting = choosing.choose(8, False, [0], 0, 0)
-  mixed(choosing, 0, 0, 500)
-  alone = choosing.choose(8, False, [0], 0, 0)
+  drafting = choosing.choose(BUCKET, False, [0], 0, 0)
+  serve(choosing, 0, 500)
+  alone = choosing.choose(BUCKET, False, [0], 0, 0)
   assert alone.by_cache and not drafting.by_cache
   np.testing.assert_allclose(alone.prices, 0.05 / 2.0, rtol=0.1)
   assert (alone.prices < drafting.prices).all()
+
+
+# --- What an engine reports -----------------------------------------------------------
+
+
+def test_work_for_the_draft_delays_the_next_probe():
+  """Late prefills and chunks are part of what drafting costs."""
+  saved = []
+  for chunks, prefills in ((0, 0), (1, 0), (0, 1)):
+    choosing = stopping()
+    choosing.choose(BUCKET, False, [0], chunks, prefills)
+    choosing.observe(controller.RoundResult(8, (8,), (8,), (0,)))
+    saved.append(choosing.state.saved_ms)
+  assert saved[0] - saved[1] == pytest.approx(LINEAR.chunk_ms)
+  assert saved[0] - saved[2] == pytest.approx(LINEAR.prefill_ms)
+
+
+def test_call_whose_rows_must_not_draft_is_plain_and_says_nothing():
+  choosing = stopping(rows=2)
+  before = choosing.state
+  assert before.num_draft_tokens > 0
+  assert choosing.choose(BUCKET, False, [0, 1], 1, 1, [0, 1]).num_draft_tokens == 0
+  choosing.observe(controller.RoundResult(8, (8, 8), (0, 0), (0, 0)))
+  assert dataclasses.replace(choosing.state, undrafted=()) == before

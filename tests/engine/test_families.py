@@ -9,11 +9,12 @@ import oracles
 import pytest
 from compilations import Compilations
 from decoding import harness
+from engine import cases
 
 from osd_jax import testing
 from osd_jax.base import EOS_ID
 from osd_jax.costs.table import RoundCosts
-from osd_jax.engine import controller, engine
+from osd_jax.engine import engine
 from osd_jax.engine.requests import (
   AdaptiveConfig,
   DecodingConfig,
@@ -81,10 +82,12 @@ def expected(target):
   return found
 
 
-def run(target, config=CONFIG, draft=None, params=None):
+def run(target, config=CONFIG, draft=None, params=None, cycle=None):
   own = harness.lively_params(target)
   params = own if params is None else params
   served = engine.Engine(config, target, own, draft or target, params)
+  if cycle is not None:
+    cases.Scheduled(served, cycle)
   return served.run(requests(target))
 
 
@@ -126,17 +129,10 @@ CACHED = dataclasses.replace(POLICY, costs=(MIXED,) * 2)
   [{"adaptive": POLICY}, {"adaptive": CACHED, "cache_tokens": 256}],
   ids=["plain", "cache"],
 )
-def test_draft_equal_to_the_target_is_fully_accepted_after_pauses(
-  target, changes, monkeypatch
-):
+def test_draft_equal_to_the_target_is_fully_accepted_after_pauses(target, changes):
   """Meanwhile the target decodes plainly, or with the n-gram cache alone."""
-  cycle = iter([0, 0, 3, 0, 3] * 99)
-  choose = lambda costs, state, rows, missing: dataclasses.replace(
-    state, num_draft_tokens=next(cycle)
-  )
-  monkeypatch.setattr(controller, "choose", choose)
-  monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 2)
-  found = run(target, dataclasses.replace(CONFIG, **changes))
+  config = dataclasses.replace(CONFIG, **changes)
+  found = run(target, config, cycle=(0, 0, 3, 0, 3))
   assert tokens(found) == expected(target) and accepted_share(found) == 1.0
 
 

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 import tiny_online
-from decoding import harness
 from engine import cases
 
 from osd_jax import base, online, runs, sharding
@@ -14,7 +13,7 @@ from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.distillation import schedule as schedule_lib
 from osd_jax.distillation.learner import Learner
 from osd_jax.engine import engine, measurement, steps
-from osd_jax.engine.requests import AdaptiveConfig, Request, SamplingConfig
+from osd_jax.engine.requests import AdaptiveConfig, Request
 from osd_jax.engine.server import Server
 
 BUCKET = 6
@@ -52,14 +51,13 @@ def slow_model(monkeypatch):
 
     return timed
 
-  changed = harness.Changed(
-    steps,
-    advance=slow(steps.advance, lambda _, k, served, n, *rest: n * (100 + 8 * k)),
-    insert=slow(steps.insert, lambda *_: 120.0),
-    prefill_draft=slow(steps.prefill_draft, lambda *_: 20.0),
-    catch_up=slow(steps.catch_up, lambda *_: 15.0),
-  )
-  monkeypatch.setattr(measurement, "steps", changed)
+  for name, ms_of in {
+    "advance": lambda _, k, served, n, *rest: n * (100 + 8 * k),
+    "insert": lambda *_: 120.0,
+    "prefill_draft": lambda *_: 20.0,
+    "catch_up": lambda *_: 15.0,
+  }.items():
+    monkeypatch.setattr(steps, name, slow(getattr(steps, name), ms_of))
   monkeypatch.setattr(measurement, "feed", slow(measurement.feed, lambda *_: 400.0))
   monkeypatch.setattr(measurement, "clock", lambda: now[0])
   update = Learner.try_update
@@ -106,25 +104,29 @@ def test_run_does_not_measure_rounds_again(pair, tmp_path, slow_model, monkeypat
   assert slow_model[0] - before < 4.0
 
 
+def engine_of(rows, buckets, **changes):
+  """An engine that measures the rounds of K in (0, 1, 3)."""
+  config = cases.config_of(rows, source_lengths=buckets, **changes)
+  decoding = dataclasses.replace(config, adaptive=AdaptiveConfig((0, 1, 3)))
+  params = cases.target_params()
+  return engine.Engine(decoding, cases.TARGET, params, cases.TARGET, params)
+
+
 def test_rounds_are_timed_with_one_row_and_with_all(slow_model, monkeypatch):
   """A model that takes 10 ms for each row that holds a request, and 1 ms for each K."""
-  advance = measurement.steps.advance
+  advance = steps.advance
 
   def by_rows(program, k, served, count, state, prices=None):
     running = int(np.sum(state.stop_reason == base.StopReason.RUNNING))
     before = slow_model[0]
-    found = advance(program, k, served, count, state, prices)
+    state = advance(program, k, served, count, state, prices)
     slow_model[0] = before + count * (10 * running + k) / 1e3
-    return found
+    return state
 
-  changed = harness.Changed(measurement.steps, advance=by_rows)
-  monkeypatch.setattr(measurement, "steps", changed)
-  config = cases.config_of(3, source_lengths=(6,), target_length=9)
-  decoding = dataclasses.replace(config, adaptive=AdaptiveConfig((0, 1, 3)))
-  params = cases.target_params()
-  made = engine.Engine(decoding, cases.TARGET, params, cases.TARGET, params)
-  made.run([Request(np.full(4, 7, np.int32), max_new_tokens=1)])
-  costs = made.measured[6]
+  monkeypatch.setattr(steps, "advance", by_rows)
+  serving = engine_of(3, (6,), target_length=9)
+  serving.run([Request(np.full(4, 7, np.int32), max_new_tokens=1)])
+  costs = serving.measured[6]
   assert costs.rounds()[0] == pytest.approx((30, 31, 33))
   assert costs.rounds(rows=1)[0] == pytest.approx((10, 11, 13))
 
@@ -132,37 +134,16 @@ def test_rounds_are_timed_with_one_row_and_with_all(slow_model, monkeypatch):
 def test_tables_of_all_buckets_share_one_budget(slow_model):
   """Six buckets; the last ones take the tables of the nearest measured bucket."""
   buckets, lines = (4, 5, 6, 7, 8, 9), []
-  config = cases.config_of(2, source_lengths=buckets)
-  decoding = dataclasses.replace(config, adaptive=AdaptiveConfig((0, 1, 3)))
-  params = cases.target_params()
-  made = engine.Engine(decoding, cases.TARGET, params, cases.TARGET, params)
-  made.report = lambda line: lines.append(line) if "Measuring" in line else None
+  serving = engine_of(2, buckets)
+  serving.report = lambda line: lines.append(line) if "Measuring" in line else None
   slow_model[0] = 0.0
-  made.run([Request(np.full(n, 7, np.int32), max_new_tokens=1) for n in buckets])
-  tables = made.controller.costs
+  serving.run([Request(np.full(n, 7, np.int32), max_new_tokens=1) for n in buckets])
+  tables = serving.controller.costs
   assert len(tables) == len(buckets)
-  assert 2 <= len(lines) == len(made.measured) < len(buckets)
+  assert 2 <= len(lines) == len(serving.measured) < len(buckets)
   assert "prompts of 4 tokens" in lines[0]
   assert tables[9] is tables[3 + len(lines)]  # the nearest one
   assert tables[4].rounds()[0, 0] == pytest.approx(100)
-
-
-def test_rounds_are_measured_with_the_sampling_of_the_stream(
-  pair, tmp_path, monkeypatch
-):
-  config = tiny_online.config(pair, tmp_path)
-  found = set()
-
-  def advance(program, num_draft_tokens, served, rounds, state, prices=None):
-    if rounds:
-      found.update(np.asarray(state.settings.temperature).tolist())
-    return steps.advance(program, num_draft_tokens, served, rounds, state, prices)
-
-  monkeypatch.setattr(measurement, "steps", harness.Changed(steps, advance=advance))
-  sampling = SamplingConfig(temperature=0.7)
-  with Server(config.pair, config.decoding, config.learning) as server:
-    measurement.measure_run(server, BUCKET, False, sampling)
-  assert np.float32(0.7) in found
 
 
 def worth_config(pair, folder, **changes):

@@ -1,18 +1,17 @@
 """Prefills of several prompts, on a mesh or one device: each prompt is read once."""
 
-import dataclasses
+import collections
 
 import hypothesis
 import jax
 import numpy as np
 import pytest
-from decoding import harness
 from engine import cases
 from hypothesis import strategies as st
 
-from osd_jax import base, sharding
+from osd_jax import sharding
 from osd_jax.costs.table import RoundCosts
-from osd_jax.engine import controller, engine, steps
+from osd_jax.engine import engine, steps
 from osd_jax.engine.requests import AdaptiveConfig, SamplingConfig
 
 ROWS = 8
@@ -63,72 +62,58 @@ def test_prefill_waits_for_an_eighth_of_the_rows_if_prompts_fill_them():
 # --- On devices -----------------------------------------------------------------------
 
 
-def on_a_mesh(rows, data, model, monkeypatch, times=1, **decoding):
-  """Returns the answers to the usual requests and the batches of all prefills."""
+def on_a_mesh(rows, data, model, times=1, **decoding):
+  """Answers the usual requests; returns how many prompts each prefill read."""
   if len(jax.devices()) < data * model:
     pytest.skip("needs several devices; conftest.py fakes them")
-  read = []
-
-  def insert(spec, served, state, batch):
-    read.append(batch)
-    return steps.insert(spec, served, state, batch)
-
-  monkeypatch.setattr(engine, "steps", harness.Changed(steps, insert=insert))
   partitioner = sharding.make(sharding.PartitionConfig(data, model))
+  draft = cases.TARGET, cases.draft_params("close")
+  config = cases.config_of(rows, **decoding)
   decoder = engine.Engine(
-    dataclasses.replace(cases.config_of(rows), **decoding),
-    cases.TARGET,
-    cases.target_params(),
-    cases.TARGET,
-    cases.draft_params("close"),
-    partitioner,
+    config, cases.TARGET, cases.target_params(), *draft, partitioner
   )
-  requests = [request for _ in range(times) for request in cases.greedy_requests()]
-  return decoder.run(requests), read
+  answers = decoder.run(times * cases.greedy_requests())
+  assert cases.texts(answers) == times * cases.expected()
+  # The prompts of one call share its time.
+  return collections.Counter(done.prefill_ms for done in answers).values()
+
+
+def policy(ms):
+  costs = RoundCosts((1.0, ms))
+  return AdaptiveConfig(candidates=(0, 2), costs=(costs, costs))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("data", "model", "rows"), [(4, 1, 8), (2, 2, 4)])
-def test_parallel_prefill_changes_no_output(data, model, rows, monkeypatch):
-  found, read = on_a_mesh(rows, data, model, monkeypatch)
-  assert cases.texts(found) == cases.expected()
-  taken = [int((batch.slots >= 0).sum()) for batch in read]
-  assert sum(taken) == len(found) and len(read) < len(found)
-  assert max(taken) == data
+@pytest.mark.parametrize(
+  ("data", "model", "rows", "decoding"),
+  [
+    (4, 1, 8, {}),
+    (2, 2, 4, {}),
+    # With the draft prefilled on insertion, and later.
+    (4, 1, 4, {"adaptive": policy(1.1), "max_rounds": 1}),
+    (4, 1, 4, {"adaptive": policy(4.0), "max_rounds": 1}),
+  ],
+)
+def test_parallel_prefill_changes_no_output(data, model, rows, decoding):
+  taken = on_a_mesh(rows, data, model, **decoding)
+  assert len(taken) < len(cases.LIMITS) and max(taken) == data
 
 
 @pytest.mark.parametrize(
-  ("rows", "together", "model"), [(8, 4, 1), (4, 4, 1), (4, 2, 2)]
+  ("rows", "together", "model", "times"), [(4, 4, 1, 1), (4, 2, 2, 1), (16, 4, 1, 3)]
 )
-def test_prompts_of_one_prefill_change_no_output(rows, together, model, monkeypatch):
-  found, read = on_a_mesh(rows, 1, model, monkeypatch, prefill_rows=together)
-  assert cases.texts(found) == cases.expected()
-  assert {batch.source.shape[0] for batch in read} == {together}
-  taken = [int((batch.slots >= 0).sum()) for batch in read]
-  assert sum(taken) == len(found) and 1 < max(taken) <= together
+def test_prompts_of_one_prefill_change_no_output(rows, together, model, times):
+  """With 16 rows, a prefill waits until two of them are free."""
+  taken = on_a_mesh(rows, 1, model, times, prefill_rows=together)
+  assert 1 < max(taken) <= together
 
 
 def test_rows_are_a_multiple_of_the_prompts_of_a_prefill():
-  with pytest.raises(base.InputError, match=r"prefill_rows: .* 3, .* divisor of rows"):
-    cases.config_of(8, prefill_rows=3)
   decoding = cases.config_of(8, prefill_rows=4)
   assert [decoding.with_rows(n).prefill_rows for n in (1, 2, 6, 16)] == [1, 2, 2, 4]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("data", [4, 1])  # on a mesh, and on one device
-def test_waiting_saves_prefill_calls_and_changes_no_output(data, monkeypatch):
-  calls_made = []
-  for patience in (2, 10**6):  # wait for half of the rows; control: for one row
-    monkeypatch.setattr(steps, "_PATIENCE", patience)
-    found, read = on_a_mesh(8, data, 1, monkeypatch, times=3, prefill_rows=4)
-    assert cases.texts(found) == 3 * cases.expected()
-    calls_made.append(len(read))
-  # Seven calls with four prompts each would suffice.
-  assert 7 <= calls_made[0] < calls_made[1]
-
-
-def test_part_without_a_prompt_keeps_its_rows(monkeypatch):
+def test_part_without_a_prompt_keeps_its_rows():
   """Such a part computes without storing. Control: slot 0 would be overwritten."""
   if len(jax.devices()) < 2:
     pytest.skip("needs two devices; conftest.py fakes them")
@@ -149,17 +134,3 @@ def test_part_without_a_prompt_keeps_its_rows(monkeypatch):
 
   assert after(-1) == [7, 6]
   assert after(0) == [7, 7]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", [4, 1])
-@pytest.mark.parametrize("turn", [0, 2])
-def test_parallel_prefill_with_adaptive_k_changes_no_output(turn, data, monkeypatch):
-  """With the draft prefilled on insertion, and later."""
-  monkeypatch.setattr(controller, "ROUNDS_PER_CALL", 1)
-  policy = AdaptiveConfig(
-    candidates=(0, 2),
-    costs=(RoundCosts((1.0, 1.1 if turn else 4.0)),) * 2,
-  )
-  found, _ = on_a_mesh(4, data, 1, monkeypatch, adaptive=policy, prefill_rows=4)
-  assert cases.texts(found) == cases.expected()

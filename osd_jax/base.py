@@ -609,10 +609,8 @@ class Records:
 
 def empty_records(
   rows: int, positions: int, record_top_k: int, vocab_size: int
-) -> Records | None:
-  """Returns zeroed records [rows, positions] of at most V entries; None if k is 0."""
-  if record_top_k == 0:
-    return None
+) -> Records:
+  """Returns zeroed records [rows, positions] of at most V entries."""
   shape = (rows, positions)
   entries = (*shape, min(record_top_k, vocab_size))
   return Records(

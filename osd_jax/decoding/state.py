@@ -190,7 +190,9 @@ def initial_state(
     draft_cache=draft_cache,
     records=base.empty_records(
       rows, buffer_length(target_length), record_top_k, vocab_size
-    ),
+    )
+    if record_top_k
+    else None,
     counters=Counters(
       rounds=zeros,
       drafted=zeros,

@@ -55,8 +55,8 @@ def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunRe
     config = dataclasses.replace(config, sampling=sampling)
   if isinstance(config.pair, pairs.PairConfig) and config.pair.draft == pairs.NONE:
     raise base.InputError(
-      f"{type(config).__name__}.pair: received the draft {pairs.NONE!r}, expected one to"
-      " measure; plain decoding is measured in any case."
+      f"{type(config).__name__}.pair: received the draft {pairs.NONE!r}, expected one"
+      " to measure; plain decoding is measured in any case."
     )
   console = rich.console.Console(stderr=True)
   with runs.RunDirectory.start(

@@ -69,7 +69,7 @@ class OfflineConfig(session.RunConfig):
     self.decoding.check_sources(self.evaluation, "OfflineConfig.evaluation")
     return {
       "pair": (
-        not pairs.adapts_untrained(self.pair),
+        pairs.can_learn(self.pair),
         "a `draft` that can be trained; 'cache' adapts without training",
       ),
       "output": (

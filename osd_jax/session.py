@@ -51,13 +51,13 @@ def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunRe
     The run directory, and whether all checked outputs equal the target's.
   """
   if isinstance(config, RunConfig):
+    if getattr(config.pair, "draft", None) == pairs.NONE:
+      raise base.InputError(
+        f"{type(config).__name__}.pair: received the draft {pairs.NONE!r}, expected one"
+        " to measure; plain decoding is measured in any case."
+      )
     sampling = generation_config.resolved(config.sampling, config.pair)
     config = dataclasses.replace(config, sampling=sampling)
-  if isinstance(config.pair, pairs.PairConfig) and config.pair.draft == pairs.NONE:
-    raise base.InputError(
-      f"{type(config).__name__}.pair: received the draft {pairs.NONE!r}, expected one"
-      " to measure; plain decoding is measured in any case."
-    )
   console = rich.console.Console(stderr=True)
   with runs.RunDirectory.start(
     config.run_directory,

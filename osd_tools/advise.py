@@ -68,7 +68,7 @@ class AdviseConfig(base.Config):
   def checks(self):
     return {
       "pair": (
-        not pairs.adapts_untrained(self.pair),
+        pairs.can_learn(self.pair),
         "a `draft` that can be trained; the cache is replayed in any case",
       ),
       "decoding": (

@@ -85,18 +85,18 @@ def policy(ms):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("data", "model", "rows", "decoding"),
+  ("data", "model", "rows", "together", "decoding"),
   [
-    (4, 1, 8, {}),
-    (2, 2, 4, {}),
-    # With the draft prefilled on insertion, and later.
-    (4, 1, 4, {"adaptive": policy(1.1), "max_rounds": 1}),
-    (4, 1, 4, {"adaptive": policy(4.0), "max_rounds": 1}),
+    (4, 1, 8, 4, {}),
+    (2, 2, 4, 2, {}),
+    # With the draft prefilled on insertion, and later; rows end at different times.
+    (4, 1, 4, 2, {"adaptive": policy(1.1), "max_rounds": 1}),
+    (4, 1, 4, 2, {"adaptive": policy(4.0), "max_rounds": 1}),
   ],
 )
-def test_parallel_prefill_changes_no_output(data, model, rows, decoding):
+def test_parallel_prefill_changes_no_output(data, model, rows, together, decoding):
   taken = on_a_mesh(rows, data, model, **decoding)
-  assert len(taken) < len(cases.LIMITS) and max(taken) == data
+  assert len(taken) < len(cases.LIMITS) and together <= max(taken) <= data
 
 
 @pytest.mark.parametrize(

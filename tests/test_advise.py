@@ -124,7 +124,7 @@ def test_a_log_is_read_and_advice_is_reported(config, monkeypatch):
     both = advice[name + advise.AT_MOST]["tokens_per_call"]
     assert both >= advice[name]["tokens_per_call"]
   page = (result.path / "report.html").read_text()
-  assert "Systems" in page and advice[advise.CACHE]["system"] in page
+  assert "Advice" in page and advice[advise.CACHE]["system"] in page
 
 
 def test_a_log_of_another_model_is_noticed():

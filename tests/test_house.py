@@ -13,9 +13,9 @@ from conftest import DURATIONS, ROOT
 
 ALL = "osd_jax osd_serve osd_tools"
 LIMITS = {  # (folders, measure) -> most
-  ("osd_jax", "lines"): 26950,
+  ("osd_jax", "lines"): 26980,
   ("osd_serve osd_tools", "lines"): 6100,
-  ("tests", "lines"): 31450,
+  ("tests", "lines"): 31470,
   ("osd_jax", "files"): 98,
   ("osd_jax", "longest import chain"): 13,
   ("osd_jax", "lines loaded by Server"): 18450,

@@ -395,6 +395,11 @@ class Request:
         f" expected 0..{vocab_size - 1}; encode the text with the pair's vocabulary."
       )
     limit, most = self.max_new_tokens, decoding.target_length
+    if not (isinstance(self.cache_salt, int) and 0 <= self.cache_salt < 2**64):
+      raise base.InputError(
+        f"decoding: received cache_salt={self.cache_salt!r}, expected an integer in"
+        " 0..2**64 - 1."
+      )
     # Buffers are allocated once, for T tokens. A larger limit must not be cut silently.
     if limit is not None and not (base.is_count(limit) and limit <= most):
       raise base.InputError(

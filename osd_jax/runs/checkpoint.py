@@ -193,8 +193,7 @@ class Checkpointer:
 
   def remove_older(self) -> None:
     """Removes all but the newest step, for data that must leave the disk."""
-    *older, _ = self.steps()
-    for step in older:
+    for step in self.steps()[:-1]:
       self._manager.delete(step)
     for path in self._directory.glob("unused_*"):
       shutil.rmtree(path)

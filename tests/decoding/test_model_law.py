@@ -24,7 +24,7 @@ from osd_jax.models.shapes import AttachedConfig, DraftServing
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
-ROWS, LENGTH, DRAFTED, VOCAB = 10_000, 3, 2, 12
+ROWS, LENGTH, DRAFTED, VOCAB = 20_000, 3, 2, 12
 THRESHOLD = 1e-6
 SAMPLED = {"temperature": 1.2, "top_k": 8, "top_p": 1.0}
 FAMILIES = {

@@ -209,6 +209,14 @@ def test_request_that_cannot_be_decoded_is_refused(tokens, limit, message):
   assert cases.decoder(1).in_flight == 0
 
 
+@pytest.mark.parametrize("salt", [-1, 2**64, 0.5, "tenant"])
+def test_salt_that_is_no_64_bit_number_is_refused(salt):
+  with pytest.raises(
+    base.InputError, match=rf"cache_salt={salt!r}, expected an integer"
+  ):
+    cases.decoder(1).submit(Request(np.array([3, 1]), cache_salt=salt))
+
+
 def test_watched_request_ends_at_the_returned_length():
   """The answer and its records are cut there, and other rows do not change."""
   requests, seen = cases.greedy_requests(), []

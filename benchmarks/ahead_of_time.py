@@ -22,7 +22,9 @@ import measure
 from osd_jax import base, online, pairs, sharding
 from osd_jax.data import examples, streams
 from osd_jax.engine.requests import DecodingConfig
+from osd_jax.loop import rows as rows_lib
 from osd_tools import chips
+from osd_tools import rows as tool_rows
 from osd_tools.ahead_of_time import estimates, plan, programs
 
 TOPOLOGIES = (
@@ -70,13 +72,15 @@ def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
     if name not in ("read", "append", "draw", "swap"):
       with contextlib.suppress(programs.RefusedError):
         calls[name] = programs.compiled(found, program)
-  report = estimates.conclusions(found, calls, (ACCEPTANCE,))
-  gigabytes = {row["what"]: row["gigabytes_a_chip"] for row in report["memory"]}
-  (fits,) = report["fits"]
-  room = {"needed, GB a chip": fits["needed_gb"], "of a chip's, GB": fits["memory_gb"]}
-  if not report["estimate"] or f"round, K = {drafted}" not in calls:
+  rows = estimates.conclusions(found, calls, (ACCEPTANCE,))
+  memory = rows_lib.of(tool_rows.Memory, rows)
+  gigabytes = {row.what: row.gigabytes_a_chip for row in memory}
+  (fits,) = rows_lib.of(tool_rows.Fits, rows)
+  room = {"needed, GB a chip": fits.needed_gb, "of a chip's, GB": fits.memory_gb}
+  speeds = rows_lib.of(tool_rows.Estimate, rows)
+  if not speeds or f"round, K = {drafted}" not in calls:
     return room  # the program does not compile for this machine
-  (speed,) = report["estimate"]
+  (speed,) = speeds
   round_, step = calls[f"round, K = {drafted}"], calls["plain step"]
   layers = len(found.state.target_cache.self_keys)
   return {
@@ -91,12 +95,12 @@ def figures(found: plan.Plan, drafted: int) -> dict[str, float | None]:
     "moved a round, MB": round_.moved_mb,
     "caches, GB a chip": gigabytes["caches and rows"],
     **room,
-    "c, at least": speed["c"],
-    "v, at least": speed["v"],
-    "break-even acceptance": speed["break_even_acceptance"],
-    "plain tokens/s, at most": speed["plain_tokens_s"],
-    f"frozen tokens/s at {ACCEPTANCE}, at most": speed["frozen_tokens_s"],
-    f"online tokens/s at {ACCEPTANCE}, at most": speed["online_tokens_s"],
+    "c, at least": speed.c,
+    "v, at least": speed.v,
+    "break-even acceptance": speed.break_even_acceptance,
+    "plain tokens/s, at most": speed.plain_tokens_s,
+    f"frozen tokens/s at {ACCEPTANCE}, at most": speed.frozen_tokens_s,
+    f"online tokens/s at {ACCEPTANCE}, at most": speed.online_tokens_s,
   }
 
 

@@ -80,6 +80,11 @@ PROGRAMS = {
   "benchmarks/accelerator.py --tiny --seconds 0": (
     "skipped, time is up: serving of tiny, bfloat16, 1 row",
   ),
+  "benchmarks/ahead_of_time.py --topology cpu:1=1 --target t5-small --layers 1"
+  " --rows 1 --drafted 2": (
+    "kernels a round",
+    "frozen tokens/s at 0.8, at most",
+  ),
   "experiments/acceptance_rules/run.py --count 4 --num_draft_tokens 2"
   " --temperatures 1": ('"coupling_equal_to_plain": 1.0', '"block_over_rejection"'),
   "experiments/poisoned_learning/run.py --requests 2 --only greedy --out runs GIN": (

@@ -174,8 +174,12 @@ class Pair:
     Raises:
       BrokenDraftError: a parameter is NaN or infinite; nothing is written.
       InputError, DiskError: the file cannot be written; the error names the file that
-        was written instead. Or the draft is a cache.
+        was written instead. Or the draft is a cache, or there is none.
     """
+    if self.draft is None:
+      raise base.InputError(
+        f"save: {path} is not written: plain decoding has no draft to save."
+      )
     if self.draft.absorb is not None:
       raise base.InputError(
         f"save: {path} is not written: the {self.draft.name} has no weights to save."

@@ -450,6 +450,15 @@ def test_answers_next_to_a_broken_one_are_delivered(server, plain, monkeypatch):
   assert all(answer.text == plain[answer.index] for answer in found)
 
 
+def test_plain_server_has_no_draft_to_learn_or_to_save(pair, tmp_path):
+  with Server(pair.plain(), DECODING) as serving:
+    with pytest.raises(base.InputError, match="needs a pair with a draft"):
+      list(serving.generate(["one"], learn=True))
+    with pytest.raises(base.InputError, match="plain decoding has no draft"):
+      serving.save(tmp_path / "draft.safetensors")
+  assert not list(tmp_path.iterdir())
+
+
 def test_broken_draft_is_named_changes_no_text_and_is_not_saved(pair, plain, tmp_path):
   nan = dataclasses.replace(pair, draft_params=broken(pair.draft_params))
   with Server(nan, DECODING, QUICK) as server:

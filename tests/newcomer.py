@@ -9,6 +9,7 @@ Chromium, if it is installed.
 """
 
 import csv
+import dataclasses
 import io
 import json
 import pathlib
@@ -22,9 +23,9 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
+from osd_jax import testing
 from osd_jax.models import families, weights
 from osd_jax.models.convert import hugging_face
-from osd_jax.models.shapes import LlamaConfig, T5Config
 
 QUESTION = "How many films have budget above 44?"
 TEXTS = [
@@ -77,17 +78,8 @@ def make_flan(folder):
   pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
   count = pieces.GetPieceSize()
   settings = {"extra_ids": 100, "tokenizer_class": "T5Tokenizer"}
-  shape = T5Config(
-    vocab_size=-(-(count + 100) // 128) * 128,  # a multiple of 128
-    width=32,
-    num_heads=2,
-    head_dim=16,
-    mlp_dim=48,
-    num_encoder_layers=2,
-    num_decoder_layers=2,
-    mlp_activations=("gelu", "linear"),
-    tied_head=False,
-  )
+  vocab_size = -(-(count + 100) // 128) * 128  # a multiple of 128
+  shape = dataclasses.replace(testing.TINY_T5, vocab_size=vocab_size)
   files = {
     "spiece.model": model.getvalue(),
     "tokenizer_config.json": json.dumps(settings).encode(),
@@ -110,18 +102,8 @@ def make_qwen(folder):
     show_progress=False,
   )
   tokenizer.train_from_iterator(TEXTS, trainer)
-  shape = LlamaConfig(
-    vocab_size=512,
-    width=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=48,
-    num_layers=2,
-    max_positions=512,
-    eos_ids=(2,),
-    attention_bias=True,
-  )
+  changes = {"max_positions": 512, "eos_ids": (2,), "attention_bias": True}
+  shape = dataclasses.replace(testing.TINY_LLAMA, vocab_size=512, **changes)
   template = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"

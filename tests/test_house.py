@@ -13,7 +13,7 @@ from conftest import DURATIONS, ROOT
 
 ALL = "osd_jax osd_serve osd_tools"
 LIMITS = {  # (folders, measure) -> most
-  ("osd_jax", "lines"): 26980,
+  ("osd_jax", "lines"): 26990,
   ("osd_serve osd_tools", "lines"): 6100,
   ("tests", "lines"): 31470,
   ("osd_jax", "files"): 98,

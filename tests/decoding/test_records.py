@@ -27,8 +27,7 @@ def test_ids_are_stored_in_the_smallest_type_that_holds_them(vocab_size, dtype):
   assert found.ids.dtype == dtype and found.ids[0, 0, 0] == vocab_size - 1
 
 
-def test_zero_kept_tokens_store_nothing():
-  assert base.empty_records(2, 5, 0, VOCAB) is None
+def test_no_more_tokens_are_kept_than_the_vocabulary_has():
   assert base.empty_records(2, 5, 99, VOCAB).ids.shape == (2, 5, VOCAB)
 
 

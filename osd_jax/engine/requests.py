@@ -278,7 +278,8 @@ class Prompt(base.Config):
   top_p: float = 1.0
   seed: int = 0
   max_new_tokens: base.Count | None = None
-  stop: tuple[Annotated[str, base.NonEmpty("non-empty texts")], ...] = ()
+  # White space alone is a stop string, too: many clients end an answer at a line break.
+  stop: tuple[Annotated[str, base.Constraint("non-empty texts", bool, True)], ...] = ()
   learn: bool = True
   log_probs: bool = False
   min_p: float = 0.0

@@ -54,6 +54,15 @@ def test_text_ends_before_the_first_stop_string_that_occurs():
     assert read(tokens, [1] * 30, stop)[1] == "How "
 
 
+@pytest.mark.parametrize("stop", ["\n", "\n\n", " ", "\t", "\u2028", "```\n"])
+def test_white_space_is_a_stop_string(stop):
+  assert requests.Prompt("a", stop=(stop,)).stop == (stop,)
+  text = requests.TextSoFar(lambda ids: "".join(map(chr, ids)), (stop,))
+  tokens = np.asarray([*map(ord, f"one{stop}two")])
+  assert text.watch(tokens) == 3 + len(stop)
+  assert text.finish(tokens[: 3 + len(stop)]) == ("one", "one")
+
+
 @pytest.mark.parametrize(
   ("settings", "message"),
   [

@@ -47,6 +47,13 @@ def test_settings_become_those_of_the_prompt():
   assert settings({"max_completion_tokens": 3}, True).max_new_tokens == 3
 
 
+@pytest.mark.parametrize("stop", ["\n", "\n\n", " ", ["\t", "Question:"]])
+def test_white_space_is_a_stop_string(stop):
+  assert settings({"stop": stop}).stop == tuple(
+    stop if isinstance(stop, list) else [stop]
+  )
+
+
 @pytest.mark.parametrize(
   "prompt, inputs",
   [

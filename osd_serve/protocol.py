@@ -26,6 +26,9 @@ from osd_jax.engine.requests import Finished, Prompt, SamplingConfig
 
 MAX_CHOICES = 128  # answers to one request: prompts times n
 MAX_STOPS = 16
+STOP_LENGTH = (
+  1000  # characters of a stop string; every piece of text is compared with it
+)
 MAX_TOP = 20  # alternatives per token
 # Parameters that the engine does not have, with their values without effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -74,7 +77,7 @@ class Refusal(Exception):
     return {"error": {**error, "code": self.code}}
 
 
-def _wrong(where: str, param: str, message: str, code: str | None = None) -> Refusal:
+def wrong(where: str, param: str, message: str, code: str | None = None) -> Refusal:
   """The refusal of a parameter, or of a place in it, such as messages[0]."""
   return Refusal(400, f"{where}: {message}.", param, code)
 
@@ -125,7 +128,7 @@ _Others = pydantic.create_model("_Others", __base__=Body, **_others)
 Text = Annotated[str, Field(pattern=r"\S")]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Tokens = Annotated[TokenIds, Field(min_length=1)]
-_Stop = Annotated[str, Field(min_length=1)]
+_Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
 _Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 
 
@@ -151,7 +154,9 @@ class Parameters(_Others):
   repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3)
   seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
   stop: _Stop | _Stops = Field(
-    [], description=f"a non-empty text, or a list of up to {MAX_STOPS}"
+    [],
+    description=f"a non-empty text of up to {STOP_LENGTH} characters, or a list of up"
+    f" to {MAX_STOPS}",
   )
   n: int = Field(1, ge=1, le=MAX_CHOICES)
   stream: bool = False
@@ -174,8 +179,18 @@ class Parameters(_Others):
     settings["seed"] %= 2**32
     settings["top_k"] = max(settings["top_k"], 0)
     settings["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-    longest = getattr(self, "max_completion_tokens", None) or self.max_tokens
-    return Prompt(**{"text": "-", "max_new_tokens": longest, **settings})
+    return Prompt(**{"text": "-", "max_new_tokens": self.longest, **settings})
+
+  @property
+  def longest_name(self) -> str:
+    """The parameter that limits the tokens of an answer."""
+    other = "max_completion_tokens"
+    return "max_tokens" if getattr(self, other, None) is None else other
+
+  @property
+  def longest(self) -> int | None:
+    """The largest number of tokens of an answer; None for the server's limit."""
+    return getattr(self, self.longest_name)
 
 
 class Completion(Parameters):
@@ -284,10 +299,15 @@ def read(kind: type[AnyBody], fields: Mapping[str, Any], model: str) -> AnyBody:
     body = kind.model_validate(values)
   except pydantic.ValidationError as error:
     raise _refusal(kind, values, error.errors(include_url=False)[0]) from None
-  if (name := body.model or model) != model:
+  check_model(body.model or model, model)
+  return body
+
+
+def check_model(name: str, model: str) -> None:
+  """Raises Refusal if a request names another model than the served one."""
+  if name != model:
     message = f"model: received {_shown(name)}, expected {_shown(model)}."
     raise Refusal(404, message, "model", "model_not_found")
-  return body
 
 
 def _refusal(
@@ -307,7 +327,7 @@ def _refusal(
   where, name = where[1:], error["loc"][0]
   if error["type"] == "extra_forbidden":
     if depth > 1:
-      return _wrong(where, name, "no such option")
+      return wrong(where, name, "no such option")
     close = difflib.get_close_matches(name, kind.model_fields, 1)
     hint = f"did you mean {close[0]}?" if close else "leave it out."
     if name == "tenant":
@@ -316,7 +336,7 @@ def _refusal(
     return Refusal(400, message, name[:80], "unknown_parameter")
   if error["type"] == "without_effect":
     message = f"not supported; leave it out, or give {error['msg']}"
-    return _wrong(where, name, message, "unsupported_parameter")
+    return wrong(where, name, message, "unsupported_parameter")
   expected = error["msg"].removeprefix("Input should be ")
   if depth == 1:
     expected = _expected(kind.model_json_schema()["properties"][name])
@@ -325,7 +345,7 @@ def _refusal(
   elif error["type"] == "model_type":
     expected = "an object"
   received = "missing" if error["type"] == "missing" else f"received {_shown(value)}"
-  return _wrong(where, name, f"{received}, expected {expected}")
+  return wrong(where, name, f"{received}, expected {expected}")
 
 
 def _expected(schema: Mapping[str, Any]) -> str:
@@ -357,7 +377,7 @@ def read_ask(
 
   def check(holds: Any, name: str, message: str) -> None:
     if not holds:
-      raise _wrong(name, name, message)
+      raise wrong(name, name, message)
 
   count = len(ask.inputs)
   expected = f"expected at most {MAX_CHOICES} answers in one request"
@@ -386,10 +406,10 @@ def conversation(messages: Sequence[Message]) -> str:
   """Returns a `chat.Conversation`, or the text of a single message of a user."""
   if messages[-1].role == "assistant":
     message = "the last message is the assistant's, expected the user's"
-    raise _wrong("messages", "messages", message)
+    raise wrong("messages", "messages", message)
   if len(messages) == 1 and messages[0].role == "user":
     if not messages[0].text.strip():
-      raise _wrong("messages", "messages", "received an empty text, expected a prompt")
+      raise wrong("messages", "messages", "received an empty text, expected a prompt")
     return messages[0].text
   role = lambda one: one.role.replace("developer", "system")
   return chat.Conversation([{"role": role(m), "content": m.text} for m in messages])

@@ -90,6 +90,7 @@ BAD = [
   ({"n": 1000}, "n: received 1000, expected an integer in 1..128"),
   ({"n": 100, "prompt": ["a", "b"]}, "n: received n = 100 for 2 prompts"),
   ({"stop": [""]}, 'stop: received [""], expected a non-empty text'),
+  ({"stop": "a" * 1001}, "stop: received"),
   ({"stream": "yes"}, 'stream: received "yes", expected true or false'),
   ({"stream_options": {"include_usage": True}}, "stream_options: needs stream"),
   (

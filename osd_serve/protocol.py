@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import pydantic
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from osd_jax.data import chat
@@ -33,11 +33,16 @@ MAX_TOP = 20  # alternatives per token
 # Parameters that the engine does not have, with their values without effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
   **dict.fromkeys(("allowed_token_ids", "bad_words", "functions", "tools"), ([],)),
-  **dict.fromkeys(("logprob_token_ids",), ([],)),
+  **dict.fromkeys(("logprob_token_ids", "stop_token_ids"), ([],)),
   **dict.fromkeys(("best_of", "length_penalty"), (1,)),
   **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
-  **dict.fromkeys(("prompt_logprobs",), (0,)),
+  **dict.fromkeys(("priority", "prompt_logprobs"), (0,)),
   **dict.fromkeys(("ignore_eos", "store", "use_beam_search"), (False,)),
+  **dict.fromkeys(("continue_final_message", "return_token_ids"), (False,)),
+  **dict.fromkeys(("include_stop_str_in_output",), (False,)),
+  **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
+  **dict.fromkeys(("spaces_between_special_tokens",), (True,)),
+  "chat_template_kwargs": ({},),
   "function_call": ("none",),
   "logit_bias": ({},),
   "modalities": (["text"],),
@@ -132,12 +137,17 @@ _Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
 _Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 
 
+# As in a chat, where the same name takes true or false.
+_FalseIsNone = BeforeValidator(lambda value: None if value is False else value)
+
+
 class StreamOptions(pydantic.BaseModel):
-  """How a stream ends, and a padding that it never has."""
+  """How a stream ends, and what it never has: a padding, and usage on every chunk."""
 
   model_config = pydantic.ConfigDict(strict=True, extra="forbid")
   include_usage: bool = False
   include_obfuscation: bool = False
+  continuous_usage_stats: Literal[False] = False
 
 
 class Parameters(_Others):
@@ -201,7 +211,7 @@ class Completion(Parameters):
     description="a text, token ids, or a list of either, none of them empty"
   )
   echo: bool = False
-  logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+  logprobs: Annotated[int | None, _FalseIsNone] = Field(None, ge=0, le=MAX_TOP)
 
   @property
   def inputs(self) -> tuple[str | tuple[int, ...], ...]:
@@ -373,6 +383,10 @@ def read_ask(
   Raises:
     Refusal: a parameter is wrong, missing, unknown or not supported.
   """
+  # Tools that no answer may call have no effect.
+  names = (("tool_choice", "tools"), ("function_call", "functions"))
+  unused = {name for choice, name in names if fields.get(choice) == "none"}
+  fields = {name: value for name, value in fields.items() if name not in unused}
   ask = read(Chat if is_chat else Completion, fields, model)
 
   def check(holds: Any, name: str, message: str) -> None:
@@ -385,11 +399,12 @@ def read_ask(
   check(ask.n * count <= MAX_CHOICES, "n", f"{received}, {expected}")
   name = "logprobs"
   if isinstance(ask, Chat):
-    is_one = ask.max_tokens is None or ask.max_completion_tokens is None
+    limits = {ask.max_tokens, ask.max_completion_tokens}
+    is_one = len(limits) == 1 or None in limits
     check(is_one, "max_tokens", "give max_completion_tokens or max_tokens")
-    name, is_used = "top_logprobs", ask.top_logprobs is None or ask.logprobs
+    name, is_used = "top_logprobs", not ask.top_logprobs or ask.logprobs
     check(is_used, name, "needs logprobs = true")
-  is_used = not ask.stream_options or ask.stream
+  is_used = not ask.include_usage or ask.stream
   check(is_used, "stream_options", "needs stream = true")
   expected = f"at most {record_top_k}, DecodingConfig.record_top_k of this server"
   is_kept = (ask.top or 0) <= record_top_k

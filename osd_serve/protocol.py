@@ -7,6 +7,7 @@ OpenAI's reference; extensions (`top_k`, `min_p`, `repetition_penalty`, `cache_s
 have vLLM's names, `learn` and `speculative` are those of `engine.requests.Prompt`.
 """
 
+import codecs
 import dataclasses
 import difflib
 import json
@@ -22,7 +23,14 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from osd_jax.data import chat
-from osd_jax.engine.requests import Finished, Prompt, SamplingConfig
+from osd_jax.data.vocabulary import Vocabulary
+from osd_jax.engine.requests import (
+  Finished,
+  GrowingText,
+  Prompt,
+  SamplingConfig,
+  is_incomplete,
+)
 
 MAX_CHOICES = 128  # answers to one request: prompts times n
 MAX_STOPS = 16
@@ -543,42 +551,69 @@ def speculation(done: Finished, num_draft_tokens: int) -> dict[str, Any]:
 
 
 def log_probs(
-  ask: Ask, done: Finished, chosen: np.ndarray, decode: Callable[[Any], str]
+  ask: Ask, done: Finished, chosen: np.ndarray, vocabulary: Vocabulary
 ) -> dict[str, Any]:
   """Returns the log-probabilities of an answer's tokens, from its records.
 
-  `chosen` [n] are those of the emitted tokens; `decode` returns the text of token ids.
+  `chosen` [n] are those of the emitted tokens.
   """
   count = ask.top or 0
-  ids = np.asarray(done.batch.records.ids)[0, :, :count]
-  values = np.asarray(done.batch.records.log_probs)[0, :, :count]
-  # The text of a token depends on those before it, so it is read off the whole.
-  texts = [decode(done.tokens[:end]) for end in range(len(done.tokens) + 1)]
-  pieces = [
-    after[len(before) :] for before, after in zip(texts, texts[1:], strict=False)
+  decode = vocabulary.decode if ask.is_chat else vocabulary.decode_continuation
+  tokens = _bytes(done.tokens.tolist(), decode, vocabulary)
+  ids = np.asarray(done.batch.records.ids)[0, : len(tokens), :count].tolist()
+  values = np.asarray(done.batch.records.log_probs)[0, : len(tokens), :count].tolist()
+  others = [list(map(vocabulary.token_bytes, row)) for row in ids]
+  # The first word of an answer may lack the space before it.
+  others[:1] = [
+    [_bytes([token], decode, vocabulary)[0] for token in row] for row in ids[:1]
   ]
-  ranked = [
-    [(decode([token]), float(value)) for token, value in zip(*row, strict=True)]
-    for row in zip(ids[: len(pieces)], values[: len(pieces)], strict=True)
-  ]
-  values = chosen[: len(pieces)].tolist()
+  ranked = [list(zip(*row, strict=True)) for row in zip(others, values, strict=True)]
+  values = chosen[: len(tokens)].tolist()
   if not ask.is_chat:
+    read = codecs.getincrementaldecoder("utf-8")("replace").decode
+    ends = np.cumsum([len(read(token)) for token in tokens]).tolist()
+    name = lambda token: _name(token, "bytes:")
     return {
-      "tokens": pieces,
+      "tokens": list(map(name, tokens)),
       "token_logprobs": values,
-      "top_logprobs": [dict(row) for row in ranked] if count else None,
-      "text_offset": [len(text) for text in texts[:-1]],
+      "top_logprobs": [{name(token): value for token, value in row} for row in ranked]
+      if count
+      else None,
+      "text_offset": [0, *ends[:-1]],
     }
   content = [
     {**_entry(*one), "top_logprobs": [_entry(*other) for other in row]}
-    for one, row in zip(zip(pieces, values, strict=True), ranked, strict=True)
+    for one, row in zip(zip(tokens, values, strict=True), ranked, strict=True)
   ]
   return {"content": content, "refusal": None}
 
 
-def _entry(text: str, value: float) -> dict[str, Any]:
-  return {
-    "token": text,
-    "logprob": value,
-    "bytes": list(text.encode("utf-8", "replace")),
-  }
+def _bytes(
+  tokens: Sequence[int], decode: Callable[[Any], str], vocabulary: Vocabulary
+) -> list[bytes]:
+  """Returns the bytes of every token; together they are those of the text."""
+  growing, before, waiting = GrowingText(decode), "", []
+  parts: list[bytes] = []
+  for count, token in enumerate(tokens, 1):
+    text = growing.read(tokens[:count])
+    waiting.append(token)
+    if is_incomplete(text):
+      continue
+    if len(waiting) == 1:  # a token's text depends on those before it
+      parts.append(text[len(before) :].encode())
+    else:
+      parts += map(vocabulary.token_bytes, waiting)
+    before, waiting = text, []
+  return [*parts, *map(vocabulary.token_bytes, waiting)]
+
+
+def _name(token: bytes, prefix: str = "") -> str:
+  """Returns a token's text; parts of a character are written as OpenAI does."""
+  try:
+    return token.decode()
+  except UnicodeDecodeError:
+    return prefix + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _entry(token: bytes, value: float) -> dict[str, Any]:
+  return {"token": _name(token), "logprob": value, "bytes": list(token)}

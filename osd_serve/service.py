@@ -193,7 +193,9 @@ class Service:
   def submit(self, ask: protocol.Ask, prompts: Sequence[np.ndarray]) -> Call:
     """Queues the answers to the prompts of a request; raises as `Scheduler.submit`."""
     salt, settings = self._salt(ask.cache_salt), ask.settings(self.sampling)
-    return self.scheduler.submit(prompts, settings, ask.n, ask.stream, salt)
+    words = self.server.pair.vocabulary
+    decode = words.decode if ask.is_chat else words.decode_continuation
+    return self.scheduler.submit(prompts, settings, ask.n, ask.stream, salt, decode)
 
   @functools.cached_property
   def _longest_text(self) -> float:
@@ -370,7 +372,7 @@ class Service:
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:
     pair = self.server.pair
     emitted = agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
-    return protocol.log_probs(ask, done, np.asarray(emitted)[0], pair.vocabulary.decode)
+    return protocol.log_probs(ask, done, np.asarray(emitted)[0], pair.vocabulary)
 
   def _finished(self, job: Job, done: Finished) -> None:
     """Counts an answer; on the serving thread."""

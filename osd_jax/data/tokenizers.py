@@ -5,6 +5,7 @@ merges in another order, and then encodes texts with two spaces in a row differe
 transformers reads everything else, such as `tokenizer.json` or the bytes of ByT5.
 """
 
+import functools
 import os
 import pathlib
 import re
@@ -208,6 +209,29 @@ def sentencepiece_processor(
       " file made by sentencepiece's trainer."
     ) from error
   return processor
+
+
+@functools.cache
+def _letters() -> dict[str, int]:
+  """GPT-2's letters of bytes, which make up the pieces of tokenizers of its kind.
+
+  Bytes without a visible letter in Latin-1 have the letters after it, in their order.
+  """
+  visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+  others = (byte for byte in range(256) if byte not in visible)
+  letters = {chr(256 + place): byte for place, byte in enumerate(others)}
+  return letters | {chr(byte): byte for byte in visible}
+
+
+def bytes_of(piece: str) -> bytes:
+  """Returns the bytes of a piece that is a part of a character; b"" if it is a text.
+
+  SentencePiece writes "<0xF0>", GPT-2 a letter per byte, ByT5 the letter with its code.
+  """
+  if hexadecimal := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+    return bytes.fromhex(hexadecimal[1])
+  codes = [_letters().get(letter, ord(letter)) for letter in piece]
+  return bytes(codes) if max(codes, default=256) < 256 else b""
 
 
 def token_text(value: Any) -> str | None:

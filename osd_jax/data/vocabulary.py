@@ -191,6 +191,27 @@ class Vocabulary:
         tokens.append(token if 0 <= token < self.size else self.processor.unk_id())
     return self.processor.DecodeIds(tokens)
 
+  def decode_continuation(self, ids: Iterable[int]) -> str:
+    """Returns the text of `ids` as it follows a prompt; for T5, that of `decode`.
+
+    `decode` drops the space before the first word, as SentencePiece does.
+    """
+    return self._decode_within(ids) if self.is_causal else self.decode(ids)
+
+  def _decode_within(self, ids: Iterable[int]) -> str:
+    return self.decode([*self._letter, *ids])[len(self.decode(self._letter)) :]
+
+  @functools.cached_property
+  def _letter(self) -> list[int]:
+    return self.encode("a")
+
+  def token_bytes(self, token: int) -> bytes:
+    """Returns the bytes of one token within a text; it may be a part of a character."""
+    text = self._decode_within([token])
+    if "\ufffd" not in text:
+      return text.encode()
+    return tokenizers.bytes_of(self.processor.IdToPiece(token)) or text.encode()
+
   @property
   def pieces(self) -> list[str]:
     """The piece of every id, in order."""

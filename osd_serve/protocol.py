@@ -10,6 +10,7 @@ have vLLM's names, `learn` and `speculative` are those of `engine.requests.Promp
 import codecs
 import dataclasses
 import difflib
+import functools
 import json
 import secrets
 import time
@@ -562,7 +563,8 @@ def log_probs(
   tokens = _bytes(done.tokens.tolist(), decode, vocabulary)
   ids = np.asarray(done.batch.records.ids)[0, : len(tokens), :count].tolist()
   values = np.asarray(done.batch.records.log_probs)[0, : len(tokens), :count].tolist()
-  others = [list(map(vocabulary.token_bytes, row)) for row in ids]
+  token_bytes = functools.cache(vocabulary.token_bytes)  # alternatives repeat
+  others = [list(map(token_bytes, row)) for row in ids]
   # The first word of an answer may lack the space before it.
   others[:1] = [
     [_bytes([token], decode, vocabulary)[0] for token in row] for row in ids[:1]

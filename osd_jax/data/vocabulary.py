@@ -199,11 +199,14 @@ class Vocabulary:
     return self._decode_within(ids) if self.is_causal else self.decode(ids)
 
   def _decode_within(self, ids: Iterable[int]) -> str:
-    return self.decode([*self._letter, *ids])[len(self.decode(self._letter)) :]
+    before, length = self._letter
+    return self.decode([*before, *ids])[length:]
 
   @functools.cached_property
-  def _letter(self) -> list[int]:
-    return self.encode("a")
+  def _letter(self) -> tuple[list[int], int]:
+    """Ids of a text, and the number of its characters."""
+    ids = self.encode("a")
+    return ids, len(self.decode(ids))
 
   def token_bytes(self, token: int) -> bytes:
     """Returns the bytes of one token within a text; it may be a part of a character."""

@@ -502,13 +502,13 @@ class GrowingText:
 
   WINDOW = 16  # new tokens after which the window moves
 
-  def __init__(self, decode: Callable[[np.ndarray], str]):
+  def __init__(self, decode: Callable[[Any], str]):
     """Starts with no token."""
     self._decode = decode
     self._start = self._middle = 0  # the tokens of the context
     self._before = self._context = ""  # text before `_middle`, and of the context
 
-  def read(self, tokens: np.ndarray) -> str:
+  def read(self, tokens: Sequence[int] | np.ndarray) -> str:
     """Returns the text of the tokens so far, [n]; earlier ones must not change."""
     window = self._decode(tokens[self._start :])
     new = window[len(self._context) :]

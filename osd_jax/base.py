@@ -482,6 +482,11 @@ class Model:
       return None
     return jnp.where(self.mask(source), source, -1)
 
+  def score_inputs(self, batch: "DistillationBatch") -> dict[str, jax.Array]:
+    """Returns the states of a batch that `score` takes as keyword arguments."""
+    reads = {"target_states": self.state_width, "token_states": self.reads_tokens}
+    return {name: leaf for name, leaf in batch.states.items() if reads[name]}
+
   def split(self, params: Params) -> tuple[Params, Params]:
     """Splits parameters into (trained, frozen); frozen is None if `frozen` is ""."""
     if not self.frozen:
@@ -638,8 +643,8 @@ class DistillationBatch:
   token_states: jax.Array | None = None
 
   @property
-  def score_inputs(self) -> dict[str, jax.Array]:
-    """Keyword arguments for `Model.score`: the states that are kept."""
+  def states(self) -> dict[str, jax.Array]:
+    """The target's states that are kept, by name."""
     states = {"target_states": self.target_states, "token_states": self.token_states}
     return {name: leaf for name, leaf in states.items() if leaf is not None}
 

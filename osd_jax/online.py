@@ -96,7 +96,7 @@ class OnlineConfig(session.RunConfig):
   @property
   def learns(self) -> bool:
     """Whether a draft is trained; a cache adapts without training."""
-    return self.learn and not pairs.adapts_untrained(self.pair)
+    return self.learn and pairs.can_learn(self.pair)
 
 
 def run(config: OnlineConfig, operative_config: str = "") -> runs.RunResult:

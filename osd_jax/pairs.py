@@ -27,6 +27,7 @@ from osd_jax.models.shapes import (
 # Values of `PairConfig.draft`: a new draft instead of a file
 ATTACHED = "attached"
 CACHE = "cache"
+NONE = "none"
 SHIPPED = "shipped:demo_target.safetensors"
 _SHIPPED_DRAFT = "shipped:demo_attached_draft.safetensors"
 _SHIPPED_VOCABULARY = "shipped:demo_vocabulary.model"
@@ -49,8 +50,9 @@ class PairConfig(base.Config):
       package wrote.
     draft: weights of the draft, as for the target. "attached" creates an attached draft
       with random parameters, which learns while it serves. "cache" drafts from n-grams
-      of the prompt and of served answers, without training. "" means "attached", or
-      the shipped draft of the shipped target.
+      of the prompt and of served answers, without training. "none" decodes plainly, in
+      `osd generate`, `osd serve` and Python. "" means "attached", or the shipped draft
+      of the shipped target.
     vocabulary: the vocabulary of both: a folder with spiece.model, tokenizer.json or
       tokenizer.model, or one of these files. "" takes the target's folder.
     extra_ids: number of sentinel tokens of a T5, see `Vocabulary.load`; None takes the
@@ -151,10 +153,10 @@ class Pair:
   @property
   def named_params(self) -> dict[str, base.Params]:
     """The parameters that a run must continue with, by name."""
-    return {
-      "target": self.target_params,
-      "first draft": self.draft.split(self.draft_params)[0],
-    }
+    named = {"target": self.target_params}
+    if self.draft is not None:
+      named["first draft"] = self.draft.split(self.draft_params)[0]
+    return named
 
   @property
   def draft_bytes(self) -> int:
@@ -293,7 +295,7 @@ def load_pair(
   if is_attached:
     frozen = attached.frozen_of(target.config, target_params, serving, layout)
     draft_params = draft_model.join(draft_params, frozen)
-  return Pair(
+  pair = Pair(
     target=target_model,
     target_params=target_params,
     rescoring_target=families.build(
@@ -308,6 +310,7 @@ def load_pair(
     identity=identity,
     sibling=_sibling(draft, identity),
   )
+  return pair.plain() if config.named("draft") == NONE else pair
 
 
 def adapts_untrained(config: PairConfig | Pair) -> bool:
@@ -315,6 +318,13 @@ def adapts_untrained(config: PairConfig | Pair) -> bool:
   if isinstance(config, PairConfig):
     return config.named("draft") == CACHE
   return config.draft is not None and config.draft.absorb is not None
+
+
+def can_learn(config: PairConfig | Pair) -> bool:
+  """Whether there is a draft that can be trained: neither a cache nor none."""
+  if isinstance(config, PairConfig):
+    return config.named("draft") not in (CACHE, NONE)
+  return config.draft is not None and config.draft.absorb is None
 
 
 def load_vocabulary(config: PairConfig) -> Vocabulary:
@@ -432,8 +442,8 @@ def _draft(
   identity: weights.Identity,
   vocabulary: Vocabulary,
 ) -> weights.Weights | weights.AttachedWeights | None:
-  """Loads the draft, or creates an attached one; None for a cache."""
-  if adapts_untrained(config):
+  """Loads the draft, or creates an attached one; None for a cache and for "none"."""
+  if config.named("draft") in (CACHE, NONE):
     return None
   if config.named("draft") == ATTACHED:
     # A fixed seed: two runs with the same settings start from the same draft.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import rich.console
 
-from osd_jax import base, certificate, runs, sharding
+from osd_jax import base, certificate, pairs, runs, sharding
 from osd_jax.engine import generation_config
 from osd_jax.engine.requests import OwnSampling, SamplingConfig
 from osd_jax.report import page
@@ -53,6 +53,11 @@ def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunRe
   if isinstance(config, RunConfig):
     sampling = generation_config.resolved(config.sampling, config.pair)
     config = dataclasses.replace(config, sampling=sampling)
+  if isinstance(config.pair, pairs.PairConfig) and config.pair.draft == pairs.NONE:
+    raise base.InputError(
+      f"{type(config).__name__}.pair: received the draft {pairs.NONE!r}, expected one"
+      " to measure; plain decoding is measured in any case."
+    )
   console = rich.console.Console(stderr=True)
   with runs.RunDirectory.start(
     config.run_directory,

@@ -119,8 +119,8 @@ class ServeConfig(base.Config):
 
   @property
   def learns(self) -> bool:
-    """Whether a draft is trained; a cache adapts without training."""
-    return self.learn and not pairs.adapts_untrained(self.pair)
+    """Whether a draft is trained; a cache adapts without, plain decoding has none."""
+    return self.learn and pairs.can_learn(self.pair)
 
 
 class Service:

@@ -181,9 +181,9 @@ def _score(
   """Returns (overlap [R], right [R, K, T]) of a drafter on greedy answers."""
   arguments = (params, rows.source, model.mask(rows.source), rows.target)
   if model.score_steps is None:
-    logits = model.score(*arguments, **rows.score_inputs)[None]
+    logits = model.score(*arguments, **model.score_inputs(rows))[None]
   else:
-    logits = model.score_steps(*arguments, **rows.score_inputs)
+    logits = model.score_steps(*arguments, **model.score_inputs(rows))
   greedy = sampling.make_settings(len(rows.target), max_length=rows.target.shape[1])
   greedy = jax.tree.map(jnp.asarray, greedy)
   figures = agreement.agreement_from_logits(logits[0], rows, greedy)

@@ -167,7 +167,7 @@ def test_states_of_prompts_are_kept_if_they_fit(reads, tmp_path, monkeypatch):
     batch.source,
     pair.draft.mask(batch.source),
     batch.target,
-    **batch.score_inputs,
+    **pair.draft.score_inputs(batch),
   )
   np.testing.assert_allclose(score(kept), score(dropped), rtol=1e-5, atol=1e-5)
 

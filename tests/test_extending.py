@@ -6,7 +6,6 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_online
 
 from osd_jax import online, runs
 from osd_jax.distillation import losses
@@ -21,10 +20,7 @@ def ran(repository, tmp_path_factory):
   """The namespace after running all blocks in order."""
   folder = tmp_path_factory.mktemp("extending")
   text = (repository / "docs" / "how_to" / "extend.md").read_text()
-  names = {
-    "pair_config": tiny_online.save_lively_pair(folder),
-    "folder": str(folder / "run"),
-  }
+  names = {"folder": str(folder / "run")}
   for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
     exec(block, names)
   names["rows"] = list(runs.read(names["result"].path / "metrics.jsonl"))
@@ -71,14 +67,20 @@ def test_verdict_reports_an_inexact_rule(ran, tmp_path):
 def test_lenient_rule_accepts_more_and_is_inexact(ran):
   """The draft often proposes the second-best token; rules apply to greedy rows too."""
   pair, counts, texts = ran["pair"], [], []
-  prompt = Request(np.array([5, 9, 7, 1], np.int32), max_new_tokens=12)
+  prompts = [
+    Request(np.array([5, 9, token, 1], np.int32), max_new_tokens=24)
+    for token in range(300, 1500, 100)
+  ]
   for rule in ("rejection", ran["lenient"]):
     config = dataclasses.replace(ran["config"].decoding, acceptance_rule=rule)
     noisy = jax_noise(pair.target_params)
     decoder = engine.Engine(config, pair.target, pair.target_params, pair.target, noisy)
-    done = decoder.run([prompt])[0]
-    counts.append(done.accepted / done.drafted)
-    texts.append(done.tokens.tolist())
+    finished = sorted(decoder.run(prompts), key=lambda done: done.number)
+    accepted, drafted = (
+      sum(getattr(x, n) for x in finished) for n in ("accepted", "drafted")
+    )
+    counts.append(accepted / drafted)
+    texts.append([done.tokens.tolist() for done in finished])
   assert counts[1] > counts[0]
   assert texts[0] != texts[1]
 

@@ -320,6 +320,7 @@ def test_terminal_answers_each_line_and_ends_cleanly(osd, monkeypatch, end, expe
     (["one", "--learn", "--save", "p.txt/x"], "--save: received 'p.txt/x', expected"),
     (["one", "--learn", "--save", "."], "--save: received '.', expected"),
     (["one", "--learn", "--draft", "cache"], "--learn: the draft 'cache' takes up"),
+    (["one", "--learn", "--draft", "none"], "--learn: the draft 'none' is plain"),
     (["one", "--own_sampling"], "OwnSampling: "),  # the shipped pair states none
     (["one", "--rows", "0"], "DecodingConfig.rows: received 0"),
     (["one", "--temperature", "-1"], "SamplingConfig.temperature: received -1.0"),
@@ -360,6 +361,17 @@ def test_closed_pipe_ends_the_command_quietly(osd, monkeypatch):
   with open("spare", "w") as spare:
     monkeypatch.setattr("sys.stdout", Closed())
     assert osd("one")[0] == 141
+
+
+def test_draft_none_decodes_plainly(capsys):
+  answers = []
+  for draft in ("none", "cache"):
+    words = ["How many films are there?", "--draft", draft, "--format", "jsonl"]
+    assert cli.main(["generate", *words]) == 0
+    answers.append(json.loads(capsys.readouterr().out))
+  plain, drafted = answers
+  assert plain["text"] == drafted["text"]
+  assert plain["tokens_per_target_call"] == 1 < drafted["tokens_per_target_call"]
 
 
 @pytest.mark.parametrize("options", [[], ["--stream"]])

@@ -1,11 +1,16 @@
 """The loop of a command: signals wait for a step, and every write is completed."""
 
+import dataclasses
 import os
 import signal
 
 import pytest
 
-from osd_jax import session
+from osd_jax import base, pairs, session
+from osd_jax.data import examples
+from osd_jax.data.batches import BatchConfig
+from osd_jax.evaluate import CertifyConfig
+from osd_jax.online import OnlineConfig
 
 
 class Loop:
@@ -25,6 +30,24 @@ class Loop:
 
   def wait(self):
     self.calls.append("wait")
+
+
+@pytest.mark.parametrize("kind", [OnlineConfig, CertifyConfig])
+def test_commands_that_measure_a_draft_refuse_none(kind, tmp_path):
+  folder = tmp_path / "run"
+  inputs = {
+    "stream": lambda vocabulary: None,
+    "prompts": BatchConfig((examples.topic_task("sql", "train", 1),)),
+  }
+  names = [field.name for field in dataclasses.fields(kind) if field.name in inputs]
+  config = kind(
+    **{name: inputs[name] for name in names},
+    pair=pairs.PairConfig(draft=pairs.NONE),
+    run_directory=str(folder),
+  )
+  with pytest.raises(base.InputError, match=f"{kind.__name__}.pair: .*'none'"):
+    session.run(config, "", 0, lambda *_: pytest.fail("it has started"))
+  assert not folder.exists()
 
 
 def test_every_step_is_shown():

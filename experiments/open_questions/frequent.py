@@ -52,7 +52,7 @@ def _named(
   draft: base.Model, params: base.Params, row: base.DistillationBatch
 ) -> jax.Array:
   arguments = (params, row.source, draft.mask(row.source), row.target)
-  return jnp.argmax(draft.score(*arguments, **row.score_inputs), axis=-1)
+  return jnp.argmax(draft.score(*arguments, **draft.score_inputs(row)), axis=-1)
 
 
 def figures(right: np.ndarray, named: np.ndarray, count: int = COUNT) -> Cell:

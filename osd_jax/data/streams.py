@@ -83,23 +83,29 @@ def _sharp(counts: np.ndarray, rng: np.random.Generator | None = None) -> np.nda
   return np.repeat(np.arange(len(counts)), counts)
 
 
-def _gradual(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _gradual(
+  counts: np.ndarray, rng: np.random.Generator, width: int = _GRADUAL_WIDTH
+) -> np.ndarray:
   """Moves every query by up to half the width, which makes each share a linear ramp."""
   entries = _sharp(counts)
   # A wider ramp would reach past a whole task, and mix the tasks before and after it.
-  width = min(_GRADUAL_WIDTH, counts.min())
+  width = min(width, counts.min())
   offset = width * (rng.random(len(entries)) - 0.5)
   return entries[np.argsort(np.arange(len(entries)) + offset)]
 
 
-def _cyclic(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _cyclic(
+  counts: np.ndarray, rng: np.random.Generator, period: int = _PERIOD
+) -> np.ndarray:
   """Sorts queries by cycle, then by entry; an entry without queries left is skipped."""
   entries = _sharp(counts)
-  return entries[np.lexsort((entries, examples.ordinals(entries) // _PERIOD))]
+  return entries[np.lexsort((entries, examples.ordinals(entries) // period))]
 
 
-def _bursty(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Ends a run after 8 queries on average, and draws another entry with some left."""
+def _bursty(
+  counts: np.ndarray, rng: np.random.Generator, mean: float = _MEAN_BURST
+) -> np.ndarray:
+  """Ends a run with probability 1 / mean, and draws another entry with queries left."""
   remaining, entries = counts.copy(), np.empty(counts.sum(), np.int64)
   # Drawn for all steps at once: the numbers of a step do not depend on the branches
   # that earlier steps took.
@@ -109,7 +115,7 @@ def _bursty(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     # Only entries with queries left: at the end of the stream a single one remains, and
     # its run cannot end.
     others = [entry for entry in np.flatnonzero(remaining) if entry != current]
-    if remaining[current] == 0 or others and step and ends[step] < 1 / _MEAN_BURST:
+    if remaining[current] == 0 or others and step and ends[step] < 1 / mean:
       current = others[int(draws[step] * len(others))]
     entries[step] = current
     remaining[current] -= 1

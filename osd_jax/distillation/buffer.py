@@ -176,7 +176,7 @@ def sample(
   rows = rows.replace(
     **{
       name: jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
-      for name, bits in rows.score_inputs.items()
+      for name, bits in rows.states.items()
     }
   )
   return rows.replace(weight=jnp.where(present, rows.weight, 0.0))

@@ -83,9 +83,9 @@ def logits_of(
   arguments = (params, batch.source, model.mask(batch.source), batch.target)
   score_at = model.score_steps or model.score_at
   if score_at is not None:
-    logits = score_at(*arguments, positions, tokens, **batch.score_inputs)
+    logits = score_at(*arguments, positions, tokens, **model.score_inputs(batch))
   else:
-    logits = model.score(*arguments, **batch.score_inputs)
+    logits = model.score(*arguments, **model.score_inputs(batch))
     if positions is not None:
       logits = jnp.take_along_axis(logits, positions[..., None], axis=1)
     if tokens is not None:

@@ -107,11 +107,11 @@ def agreement(
     batch = batch.cut_to(length)
   arguments = (params, batch.source, model.mask(batch.source), batch.target)
   if covered is None:
-    logits = model.score(*arguments, **batch.score_inputs)
+    logits = model.score(*arguments, **model.score_inputs(batch))
   elif model.score_at is None:
-    logits = model.score(*arguments, **batch.score_inputs)[..., covered]
+    logits = model.score(*arguments, **model.score_inputs(batch))[..., covered]
   else:
-    logits = model.score_at(*arguments, None, covered, **batch.score_inputs)
+    logits = model.score_at(*arguments, None, covered, **model.score_inputs(batch))
   return agreement_from_logits(logits, batch, settings, model.vocab_size, covered)
 
 

@@ -58,10 +58,13 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   template = _template(config, arguments)
   is_typed = not (arguments.prompts or arguments.file)
   from_terminal = is_typed and sys.stdin.isatty() and sys.stdout.isatty()
-  if arguments.learn and pairs.adapts_untrained(config.pair):
+  untrained = {
+    pairs.CACHE: "takes up every answer without training",
+    pairs.NONE: "is plain decoding",
+  }
+  if arguments.learn and (draft := config.pair.named("draft")) in untrained:
     raise base.InputError(
-      "--learn: the draft 'cache' takes up every answer without training; leave"
-      " --learn out."
+      f"--learn: the draft {draft!r} {untrained[draft]}; leave --learn out."
     )
   # Known prompts are read first, so that a bad file is reported before any loading.
   given_prompts = None if is_typed else list(_given(arguments))

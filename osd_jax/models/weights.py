@@ -170,10 +170,14 @@ def save_tree(
 def _write(
   given: str | Path, flat: dict[str, Any], storage: str, metadata: dict[str, str]
 ) -> Path:
-  """Writes a local or remote file, by renaming a temporary one in the same folder."""
+  """Writes a local or remote file, by renaming a temporary one in the same folder.
+
+  A link stays, and the file that it points to is replaced.
+  """
   dtype = None if storage == _AS_HELD else storage
   tensors = {name: jnp.asarray(x, dtype) for name, x in flat.items()}
   with remote.stored(given) as path:
+    path = Path(os.path.realpath(path))
     partial = path.with_name(path.name + ".partial")
     try:
       path.parent.mkdir(parents=True, exist_ok=True)

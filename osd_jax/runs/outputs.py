@@ -1,5 +1,6 @@
 """Checks that an output can be written, before the work that produces it starts."""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -62,13 +63,15 @@ def check_space(config: Any, arrays: Any) -> None:
 
 def _problem(name: str, kind: str, needed_bytes: int) -> str:
   """The reason why a file or folder cannot be written, "" if it can."""
-  path = Path(name)
   if not name.strip():
     return "it is empty"
   if "\0" in name:
     return "it contains a NUL character"
+  path = Path(os.path.realpath(name))  # the file that a link points to is written
   if kind == "file" and path.is_dir():
     return "it is a folder"
+  if kind == "file" and path.exists() and not path.is_file():
+    return "it is a device, a pipe or a socket"
   if kind != "file" and path.exists() and not path.is_dir():
     return "it is a file"
   if kind == "new folder" and path.exists() and any(path.iterdir()):

@@ -179,7 +179,7 @@ def mass_outside(num_negatives, steps=40):
   def outside():
     params = draft.join(learner.params, frozen)
     logits = draft.score(
-      params, batch.source, batch.source != 0, batch.target, **batch.score_inputs
+      params, batch.source, batch.source != 0, batch.target, **draft.score_inputs(batch)
     )
     return float(jnp.mean(jax.nn.softmax(logits)[..., ~is_recorded].sum(-1)))
 

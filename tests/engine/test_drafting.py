@@ -10,6 +10,7 @@ import pytest
 from decoding import harness
 from engine import cases
 
+from osd_jax import base
 from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import drafters
 from osd_jax.engine import engine
@@ -120,6 +121,15 @@ def test_cache_after_catching_up_equals_a_complete_one():
   level = state.draft_cache.replace(length=expected.length)
   # Control: setting the lengths without feeding the inputs is not enough.
   assert differing(level, expected) == {0, 1, 4, 5}
+
+
+def test_catching_up_ignores_stopped_rows():
+  state, _ = behind([20, 5], [0, 4], limit=20)
+  reasons = jnp.asarray([base.StopReason.EMPTY, base.StopReason.RUNNING], jnp.int32)
+  state = state.replace(stop_reason=reasons)
+  drafter = drafters.ModelDrafter(cases.TARGET)
+  fed = drafter.catch_up(cases.target_params(), state.draft_cache, state)
+  assert fed.length.tolist() == [0, 4]
 
 
 # --- With the policy ----------------------------------------------------------------

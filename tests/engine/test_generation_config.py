@@ -6,7 +6,7 @@ import json
 import pytest
 import tiny_online
 
-from osd_jax import base, evaluate, offline, online, pairs, runs, session
+from osd_jax import base, evaluate, offline, online, pairs, runs
 from osd_jax.data import batches
 from osd_jax.engine import generation_config
 from osd_jax.engine.requests import OwnSampling, SamplingConfig
@@ -142,13 +142,19 @@ def test_every_command_resolves_it(pair, tmp_path, monkeypatch, command):
     "certify": lambda: (evaluate.certify, evaluate.CertifyConfig(prompts, **common)),
   }[command]()
   recorded = []
-  monkeypatch.setattr(session, "run", lambda config, *_: recorded.append(config))
+
+  def start(folder, config, **_):
+    recorded.append(config)
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(runs.RunDirectory, "start", start)
   if command == "certify":
     with pytest.raises(base.InputError, match="acceptance_rule = 'coupling'"):
       run(config)
     coupled = dataclasses.replace(config.decoding, acceptance_rule="coupling")
     config = dataclasses.replace(config, decoding=coupled)
-  run(config)
+  with pytest.raises(KeyboardInterrupt):
+    run(config)
   assert [config.sampling for config in recorded] == [OWN]
 
 

@@ -156,7 +156,7 @@ def test_loss_is_the_mean_over_the_steps_that_a_position_can_have(subsampled):
   value, gradient = gradient_of(runner.model, config, own, batch, frozen)
   assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient["state_inward"]))
   score_steps = jax.jit(runner.model.score_steps)
-  steps = score_steps(runner.params, *given, **batch.score_inputs)
+  steps = score_steps(runner.params, *given, **runner.model.score_inputs(batch))
   positions = np.arange(runner.text.shape[1])
   masks = [batch.mask & (positions >= step)[None] for step in range(len(steps))]
   loss_of = jax.jit(losses.distillation_loss, static_argnums=0)

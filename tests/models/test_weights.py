@@ -64,6 +64,14 @@ def test_saved_file_permissions_follow_the_umask(saved, tmp_path):
   assert path.stat().st_mode & 0o777 == 0o644
 
 
+def test_a_link_stays_and_its_file_is_replaced(saved, tmp_path):
+  link = tmp_path / "newest.safetensors"
+  link.symlink_to("a.safetensors")
+  weights.save(link, saved)
+  assert link.is_symlink()
+  assert_same(weights.load(tmp_path / "a.safetensors").params, saved.params)
+
+
 def test_bfloat16_storage_rounds_to_nearest(saved, tmp_path):
   full = weights.save(tmp_path / "full.safetensors", saved)
   half = weights.save(tmp_path / "half.safetensors", saved, storage="bfloat16")

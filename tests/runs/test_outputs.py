@@ -19,6 +19,9 @@ def here(tmp_path, monkeypatch):
   (tmp_path / "file").touch()
   (tmp_path / "full").mkdir()
   (tmp_path / "full" / "file").touch()
+  os.mkfifo(tmp_path / "pipe")
+  (tmp_path / "link_to_pipe").symlink_to("pipe")
+  (tmp_path / "link_to_nothing").symlink_to("file/x")
   monkeypatch.chdir(tmp_path)
 
 
@@ -31,6 +34,10 @@ def here(tmp_path, monkeypatch):
     ("file", ".", "it is a folder"),
     ("file", "full", "it is a folder"),
     ("file", "file/x", "file is not a folder"),
+    ("file", "/dev/full", "it is a device"),
+    ("file", "pipe", "it is a device, a pipe"),
+    ("file", "link_to_pipe", "it is a device, a pipe"),
+    ("file", "link_to_nothing", "file is not a folder"),
     ("file", "x" * 300 + "/y", "File name too long"),
     ("folder", "file", "it is a file"),
     ("folder", "file/x", "file is not a folder"),

@@ -63,7 +63,8 @@ def test_wrong_settings_are_refused():
     ServeConfig(learning=learning)
   with pytest.raises(base.InputError, match="record_top_k >= 1"):
     ServeConfig(decoding=dataclasses.replace(running.DECODING, record_top_k=0))
-  assert not ServeConfig(pair=pairs.PairConfig(draft="cache")).learns
+  for draft in (pairs.CACHE, pairs.NONE):
+    assert not ServeConfig(pair=pairs.PairConfig(draft=draft)).learns
   assert "serve" in commands.BEGUN
 
 

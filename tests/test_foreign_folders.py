@@ -149,6 +149,33 @@ def test_special_tokens_of_older_folders_are_read(tmp_path, llama_model):
   assert vocabulary.prefix == (1,)  # null is the default, True
 
 
+def test_special_token_beyond_the_embedding_is_refused_only_in_texts(
+  tmp_path, llama_model
+):
+  # As in fine-tuned Llamas whose padding token was only added to the tokenizer.
+  shape = dataclasses.replace(
+    testing.TINY_LLAMA, vocab_size=tiny_pair.VOCAB_SIZE, eos_ids=(2,)
+  )
+  token = {str(tiny_pair.VOCAB_SIZE): {"content": "[PAD]", "special": True}}
+  settings = {"added_tokens_decoder": token, "pad_token": "[PAD]"}
+  files = {"tokenizer.model": llama_model}
+  write = lambda name, settings: hugging_face.write(
+    tmp_path / name,
+    random_weights(shape),
+    {**files, "tokenizer_config.json": json.dumps(settings).encode()},
+  )
+  load = lambda folder: pairs.load_pair(
+    pairs.PairConfig(target=str(folder), draft="cache")
+  )
+  own = load(write("padded", settings)).vocabulary
+  assert own.size == tiny_pair.VOCAB_SIZE and len(own.encode_prompt("red")) > 1
+  with pytest.raises(base.InputError, match=r"the token \[PAD\] \(1536\), but .* 1536"):
+    own.encode("red[PAD]")
+  token[str(tiny_pair.VOCAB_SIZE)]["special"] = False
+  with pytest.raises(base.InputError, match="expected at least the 1537"):
+    load(write("longer", settings))
+
+
 QWEN2_TEXTS = ["How many singers are there?", "x = 3 + 42", "naïve 漢字 🙂", "a\n\n  b"]
 
 

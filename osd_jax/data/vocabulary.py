@@ -25,6 +25,7 @@ OWN_TEMPLATE = "own"
 _T5_MODEL, _JSON, _MODEL = "spiece.model", "tokenizer.json", "tokenizer.model"
 _VOCAB, _MERGES = "vocab.json", "merges.txt"
 _SETTINGS, _SPECIALS = "tokenizer_config.json", "special_tokens_map.json"
+_ADDED = "added_tokens.json"  # of older folders
 _ENDS = ("generation_config.json", "config.json")
 # A folder may hold several; tokenizer.json also holds the rules that a SentencePiece
 # model leaves to the code of transformers.
@@ -111,7 +112,7 @@ class Vocabulary:
         f"Vocabulary.extra_ids: received {extra_ids!r}, expected an integer >= 0."
       )
     path = _tokenizer_file(pathlib.Path(path))
-    names = (_SPECIALS, _SETTINGS, *_ENDS, _MERGES)
+    names = (_SPECIALS, _SETTINGS, _ADDED, *_ENDS, _MERGES)
     try:
       # Only the tokenizer itself is required.
       others = tuple(_content(path.with_name(name)) for name in names)
@@ -238,8 +239,8 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
     settings = {"tokenizer_class": _BYTES, "extra_ids": vocabulary.extra_ids}
     return {_SETTINGS: (json.dumps(settings, indent=2) + "\n").encode()}
   if vocabulary.is_causal or path.name == _JSON:
-    names = (_JSON, _MODEL, _VOCAB, _MERGES, _SPECIALS, _SETTINGS, _ENDS[0], chat.FILE)
-    contents = {name: _content(path.with_name(name)) for name in names}
+    names = (_JSON, _MODEL, _VOCAB, _MERGES, _SPECIALS, _SETTINGS, _ADDED, _ENDS[0])
+    contents = {name: _content(path.with_name(name)) for name in (*names, chat.FILE)}
     return {name: content for name, content in contents.items() if content}
   pieces, unknown = vocabulary.pieces, vocabulary.processor.unk_id()
   settings = {
@@ -454,11 +455,18 @@ def _content(path: pathlib.Path) -> bytes:
 
 
 def _settings(path: pathlib.Path) -> dict[str, Any]:
-  """Returns tokenizer_config.json, completed by an older special_tokens_map.json."""
+  """Returns tokenizer_config.json, completed by files of older folders."""
   settings = _object(path.with_name(_SETTINGS))
   # As in transformers, null means that a field has its default.
   stated = {name: x for name, x in settings.items() if x is not None}
-  return _object(path.with_name(_SPECIALS)) | stated
+  specials = _object(path.with_name(_SPECIALS))
+  values = [specials.get("additional_special_tokens", []), *specials.values()]
+  special = {tokenizers.token_text(x) for x in (*values[0], *values[1:])}
+  added = {
+    str(token): {"content": text, "special": text in special}
+    for text, token in _object(path.with_name(_ADDED)).items()
+  }
+  return {"added_tokens_decoder": added} | specials | stated
 
 
 def _object(path: pathlib.Path) -> dict[str, Any]:

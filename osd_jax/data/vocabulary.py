@@ -170,7 +170,8 @@ class Vocabulary:
       advice = "without a chat template; set PairConfig.chat_template, such as 'own'"
       if not self.is_causal:  # it cannot have one
         advice = "of a user for a T5; write instructions into that text"
-      roles = ", ".join(message["role"] for message in text.messages)
+      names = [(one["role"], one.get("name", "")) for one in text.messages]
+      roles = ", ".join(f"{role} {name}".strip() for role, name in names)
       raise base.InputError(
         f"encode_prompt: received a conversation of {len(text.messages)} messages"
         f" ({roles}), expected a single text {advice}."

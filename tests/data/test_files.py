@@ -326,7 +326,9 @@ def test_fields_of_messages_reach_the_template(tmp_path):
   assert texts == ["Ada: Hello.\n", "Bo: Hello.\n", "user: x\n", "user: x\n"]
   without = Vocabulary.load(tmp_path)
   assert without.encode_prompt(found[3].prompt).tolist() == [1, *without.encode("x")]
-  with pytest.raises(base.InputError, match="set PairConfig.chat_template"):
+  with pytest.raises(
+    base.InputError, match=r"\(user Ada\).*set PairConfig.chat_template"
+  ):
     without.encode_prompt(found[0].prompt)
 
 

@@ -249,6 +249,7 @@ class Message(pydantic.BaseModel):
   content: str | list[Part] = Field(
     description="a text, or a list of parts of type text"
   )
+  name: str | None = Field(None, description="of the speaker, for the chat template")
 
   @property
   def text(self) -> str:
@@ -434,9 +435,13 @@ def conversation(messages: Sequence[Message]) -> str:
   if len(messages) == 1 and messages[0].role == "user":
     if not messages[0].text.strip():
       raise wrong("messages", "messages", "received an empty text, expected a prompt")
-    return messages[0].text
+    if not messages[0].name:
+      return messages[0].text
   role = lambda one: one.role.replace("developer", "system")
-  return chat.Conversation([{"role": role(m), "content": m.text} for m in messages])
+  name = lambda one: {"name": one.name} if one.name else {}
+  return chat.Conversation(
+    [{"role": role(m), "content": m.text, **name(m)} for m in messages]
+  )
 
 
 def _shown(value: Any) -> str:

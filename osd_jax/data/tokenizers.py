@@ -34,6 +34,7 @@ class Tokenizer(NamedTuple):
   prefix: tuple[int, ...] = ()  # ids that it puts before every text
   eos_id: int | None = None  # its end-of-sequence token, if it has one
   pad_id: int | None = None  # its padding token, if it has one
+  plain_size: int = 0  # number of ids up to the last that is not a special token
 
 
 class _TransformersProcessor:
@@ -101,7 +102,9 @@ def read_folder(path: pathlib.Path, keep_special: bool) -> Tokenizer:
   # adds belongs after an answer.
   prefix = tuple(token for token in tokenizer.encode("") if token != end)
   processor = _TransformersProcessor(tokenizer, keep_special)
-  return Tokenizer(processor, prefix, end, tokenizer.pad_token_id)
+  special = set(tokenizer.all_special_ids)
+  plain_size = 1 + max({*tokenizer.get_vocab().values()} - special, default=-1)
+  return Tokenizer(processor, prefix, end, tokenizer.pad_token_id, plain_size)
 
 
 _BREAK = "\n"  # encoded as a byte, which is never merged with the following text
@@ -191,7 +194,9 @@ def read_sentencepiece(
   ends = processor.eos_id() if processor.eos_id() >= 0 else None
   legacy = bool(settings.get("legacy", False))
   wrapped = _SentencePieceProcessor(processor, specials, visible, legacy)
-  return Tokenizer(wrapped, prefix, ends)
+  return Tokenizer(
+    wrapped, prefix, ends, plain_size=1 + max([len(pieces) - 1, *visible])
+  )
 
 
 def sentencepiece_processor(

@@ -78,6 +78,9 @@ def test_messages_become_a_conversation():
   (conversation,) = read({"messages": several}, True).inputs
   assert isinstance(conversation, chat.Conversation)
   assert [one["role"] for one in conversation.messages] == ["system", "user"]
+  named = {"role": "user", "name": "Ada", "content": "Hello"}
+  (conversation,) = read({"messages": [named]}, True).inputs
+  assert conversation.messages == (named,), "templates may write the speaker's name"
 
 
 # Parameters, the start of the message, and the name in the error.

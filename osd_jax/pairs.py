@@ -274,6 +274,7 @@ def load_pair(
   extra_ids = _wanted_extra_ids(target, vocabulary)
   if config.extra_ids is None and extra_ids:
     vocabulary = load_vocabulary(dataclasses.replace(config, extra_ids=extra_ids))
+  vocabulary = vocabulary.limited_to(target.config.vocab_size)
   check_vocabulary(config, "target", target, vocabulary)
   # The identity of a target includes its state layer, since a draft that was trained on
   # one layer's states cannot use those of another.

@@ -165,7 +165,7 @@ class Mirror:
     """Moves everything but the lock to the folder `removed`."""
     aside = self.folder.parent / "removed"
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    aside.mkdir(0o700)
     for child in self.folder.iterdir():
       if not _LOCAL_ONLY.search(child.name):
         child.rename(aside / child.name)

@@ -9,15 +9,16 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from osd_jax import base
-from osd_serve import protocol, schema
+from osd_serve import connections, protocol, schema
 from osd_serve.protocol import Refusal
 from osd_serve.scheduler import (
   Call,
@@ -29,18 +30,22 @@ from osd_serve.scheduler import (
 from osd_serve.service import Service
 
 BODY_LIMIT = 2**20  # bytes; a prompt has at most some thousand tokens
+BODY_SECONDS = 60  # for all of it
 DRAFT_LIMIT = 2**32  # bytes of a draft's file
 _OPEN = ("/", "/health", "/live")  # need no token
 _BYTES = "application/octet-stream"
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 Handler = Callable[[Request], Awaitable[Response]]
+Result = TypeVar("Result")
 
 
-def make(service: Service, token: str = "") -> Starlette:
+def make(service: Service, token: str = "", is_local: bool = False) -> Starlette:
   """Returns the application.
 
   Every route but the live page and /health needs the bearer token; "" for none.
+  `is_local`: it listens on a loopback address, so that without a token only requests
+  to a name of this machine are answered.
   """
   routes = _Routes(service, bool(token))
   table: list[tuple[str, str, Handler]] = [
@@ -51,6 +56,7 @@ def make(service: Service, token: str = "") -> Starlette:
     ("/version", "GET", routes.version),
     ("/openapi.json", "GET", routes.openapi),
     ("/v1/models", "GET", routes.models),
+    ("/v1/models/{model:path}", "GET", routes.model),
     ("/v1/completions", "POST", routes.completions),
     ("/v1/chat/completions", "POST", routes.chat_completions),
     ("/admin/draft", "GET", routes.draft),
@@ -63,6 +69,8 @@ def make(service: Service, token: str = "") -> Starlette:
   def guarded(handler: Handler) -> Handler:
     async def run(request: Request) -> Response:
       try:
+        if is_local and not token:
+          _check_host(request)
         _check_token(request, token)
         if request.url.path.startswith("/admin/") and not token:
           raise Refusal(403, "needs a server with a token; set OSD_API_KEY.")
@@ -94,13 +102,27 @@ def make(service: Service, token: str = "") -> Starlette:
 def _check_token(request: Request, token: str) -> None:
   if not token or request.url.path in _OPEN:
     return
-  header = request.headers.get("authorization", "")
-  # Bytes, because compare_digest refuses text beyond ASCII.
-  if not secrets.compare_digest(header.encode(), f"Bearer {token}".encode()):
+  scheme, _, given = request.headers.get("authorization", "").partition(" ")
+  # Schemes have no case (RFC 9110, 11.1). Bytes, because compare_digest refuses text
+  # beyond ASCII.
+  is_same = secrets.compare_digest(given.strip().encode(), token.encode())
+  if scheme.lower() != "bearer" or not is_same:
     message = (
       "expected the header Authorization: Bearer TOKEN with this server's token."
     )
     raise Refusal(401, message, code="invalid_api_key")
+
+
+def _check_host(request: Request) -> None:
+  # A web page may make its own name point to this machine (DNS rebinding), and could
+  # then read what this server answers.
+  host = request.headers.get("host", "")
+  if host and not connections.names_loopback(host):
+    message = (
+      f"Host: received {host[:80]!r}, expected localhost or a loopback address; for"
+      " other names set OSD_API_KEY."
+    )
+    raise Refusal(403, message, code="unknown_host")
 
 
 def _refused(refusal: Refusal) -> JSONResponse:
@@ -134,6 +156,8 @@ class _Routes:
     self._page = page.read_text(encoding="utf-8")
     decoding = service.config.decoding
     self._longest = decoding.source_lengths[-1] + decoding.target_length
+    about = {"id": self._model, "object": "model", "owned_by": "osd_jax"}
+    self._about = {**about, "created": 0, "max_model_len": self._longest}
     lengths = decoding.target_length, decoding.record_top_k
     self._schema = schema.make(self._model, *lengths, token=has_token)
 
@@ -181,9 +205,11 @@ class _Routes:
     return JSONResponse(self._schema)
 
   async def models(self, _: Request) -> Response:
-    model = {"id": self._model, "object": "model", "owned_by": "osd_jax"}
-    model |= {"created": 0, "max_model_len": self._longest}
-    return JSONResponse({"object": "list", "data": [model]})
+    return JSONResponse({"object": "list", "data": [self._about]})
+
+  async def model(self, request: Request) -> Response:
+    protocol.check_model(request.path_params["model"], self._model)
+    return JSONResponse(self._about)
 
   async def completions(self, request: Request) -> Response:
     return await self._complete(request, is_chat=False)
@@ -192,27 +218,37 @@ class _Routes:
     return await self._complete(request, is_chat=True)
 
   async def tokenize(self, request: Request) -> Response:
-    body = protocol.read(protocol.Tokenize, await _fields(request), self._model)
-    if body.messages is not None:
-      tokens = self._service.encode(protocol.conversation(body.messages), True)
-    elif body.prompt is not None:
-      tokens = self._service.encode(body.prompt, False)
-    else:
-      raise Refusal(400, "prompt: missing, expected a text, or messages.", "prompt")
-    sizes = {"count": len(tokens), "max_model_len": self._longest}
-    return JSONResponse({**sizes, "tokens": tokens.tolist()})
+    def encode(fields: dict[str, Any]) -> Response:
+      body = protocol.read(protocol.Tokenize, fields, self._model)
+      if body.messages is not None:
+        tokens = self._service.encode(protocol.conversation(body.messages), True)
+      elif body.prompt is not None:
+        tokens = self._service.encode(body.prompt, False)
+      else:
+        raise Refusal(400, "prompt: missing, expected a text, or messages.", "prompt")
+      sizes = {"count": len(tokens), "max_model_len": self._longest}
+      return JSONResponse({**sizes, "tokens": tokens.tolist()})
+
+    return await _read(request, encode)
 
   async def detokenize(self, request: Request) -> Response:
-    body = protocol.read(protocol.Detokenize, await _fields(request), self._model)
-    text = self._service.server.pair.vocabulary.decode(body.tokens)
-    return JSONResponse({"prompt": text})
+    def decode(fields: dict[str, Any]) -> Response:
+      body = protocol.read(protocol.Detokenize, fields, self._model)
+      text = self._service.server.pair.vocabulary.decode(body.tokens)
+      return JSONResponse({"prompt": text})
+
+    return await _read(request, decode)
 
   async def _complete(self, request: Request, is_chat: bool) -> Response:
     service = self._service
     top = service.config.decoding.record_top_k
-    fields = await _fields(request)
-    ask = protocol.read_ask(fields, is_chat, self._model, top)
-    call = service.submit(ask)
+
+    def read(fields: dict[str, Any]) -> tuple[protocol.Ask, list[np.ndarray]]:
+      ask = protocol.read_ask(fields, is_chat, self._model, top)
+      return ask, service.prompts(ask)
+
+    ask, prompts = await _read(request, read)
+    call = service.submit(ask, prompts)
     reply = protocol.Reply(ask, self._model)
     if ask.stream:
       lines = self._stream(ask, call, reply)
@@ -319,16 +355,25 @@ async def _cancelled_on_disconnect(
     service.scheduler.cancel(call)
 
 
-async def _fields(request: Request) -> dict[str, Any]:
-  """Reads the JSON object of a request's body, up to the limit."""
+async def _read(request: Request, use: Callable[[dict[str, Any]], Result]) -> Result:
+  """Calls `use` with the JSON object in a request's body, up to the limit.
+
+  It runs in a thread of its own: parsing and encoding take as long as the client
+  chooses, and the event loop serves the streams of all others.
+  """
   kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
   # Browsers send other types to any server without asking it first, so a web page
   # could otherwise make a server on this machine learn.
   if kind != "application/json":
     message = f"Content-Type: received {kind[:80]!r}, expected application/json."
     raise Refusal(415, message, code="unsupported_media_type")
-  parts = [part async for part in _body(request, BODY_LIMIT)]
-  return protocol.read_object(b"".join(parts))
+  try:
+    async with asyncio.timeout(BODY_SECONDS):
+      parts = [part async for part in _body(request, BODY_LIMIT)]
+  except TimeoutError:
+    message = f"the body has not arrived within {BODY_SECONDS} seconds."
+    raise Refusal(408, message, code="body_too_slow") from None
+  return await asyncio.to_thread(lambda: use(protocol.read_object(b"".join(parts))))
 
 
 async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
@@ -344,4 +389,5 @@ async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
 
 
 def _sent(chunk: dict[str, Any]) -> bytes:
-  return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
+  # ASCII, because common clients also end lines at U+0085, U+2028 and U+2029.
+  return b"data: " + json.dumps(chunk, ensure_ascii=True).encode() + b"\n\n"

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import ipaddress
 import os
 import signal
 import socket
@@ -36,7 +35,7 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
     import starlette  # noqa: F401
     import uvicorn  # noqa: F401
 
-  from osd_serve import app
+  from osd_serve import app, connections
 
   background.share_heaps()
   sharding.make(config.partition)  # first, because it configures JAX before its start
@@ -44,7 +43,8 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
   console = rich.console.Console(stderr=True)
   with contextlib.ExitStack() as stack:
     listening = stack.enter_context(_listening(config))
-    if not token and not _is_loopback(config.host):
+    is_local = connections.is_loopback(config.host)
+    if not token and not is_local:
       console.print(
         f"warning: {config.host} may be reached from other machines, and no token is"
         f" needed; set the environment variable {TOKEN}.",
@@ -60,7 +60,8 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
       host_text = f"[{host}]" if ":" in host else host
       address = f"http://{host_text}:{port}"
       print(f"serving {config.model_name} at {address}", file=sys.stderr, flush=True)
-      asyncio.run(_listen(app.make(service, token), service, listening))
+      application = app.make(service, token, is_local)
+      asyncio.run(_listen(application, service, listening))
     finally:
       service.close()
     if directory is not None:
@@ -90,12 +91,6 @@ def _listening(config: ServeConfig) -> socket.socket:
     ) from None
 
 
-def _is_loopback(host: str) -> bool:
-  with contextlib.suppress(ValueError):
-    return ipaddress.ip_address(host).is_loopback
-  return host == "localhost"
-
-
 def _opened(config: ServeConfig, operative_config: str) -> runs.RunDirectory:
   defaults = {
     field.name: field.default
@@ -115,9 +110,16 @@ async def _listen(application: Any, service: Service, listening: socket.socket) 
   """Runs uvicorn until a signal, and then answers the accepted requests."""
   import uvicorn
 
+  from osd_serve import connections
+
   server = uvicorn.Server(
     uvicorn.Config(
-      application, log_level="warning", access_log=False, timeout_graceful_shutdown=2
+      application,
+      http=connections.Connection,
+      timeout_keep_alive=connections.KEEP_ALIVE_SECONDS,
+      log_level="warning",
+      access_log=False,
+      timeout_graceful_shutdown=2,
     )
   )
   # Its own handlers would close the port at once, and run the handlers of `main` after.

@@ -7,8 +7,10 @@ OpenAI's reference; extensions (`top_k`, `min_p`, `repetition_penalty`, `cache_s
 have vLLM's names, `learn` and `speculative` are those of `engine.requests.Prompt`.
 """
 
+import codecs
 import dataclasses
 import difflib
+import functools
 import json
 import secrets
 import time
@@ -18,23 +20,38 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import pydantic
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from osd_jax.data import chat
-from osd_jax.engine.requests import Finished, Prompt, SamplingConfig
+from osd_jax.data.vocabulary import Vocabulary
+from osd_jax.engine.requests import (
+  Finished,
+  GrowingText,
+  Prompt,
+  SamplingConfig,
+  is_incomplete,
+)
 
 MAX_CHOICES = 128  # answers to one request: prompts times n
 MAX_STOPS = 16
+STOP_LENGTH = (
+  1000  # characters of a stop string; every piece of text is compared with it
+)
 MAX_TOP = 20  # alternatives per token
 # Parameters that the engine does not have, with their values without effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
   **dict.fromkeys(("allowed_token_ids", "bad_words", "functions", "tools"), ([],)),
-  **dict.fromkeys(("logprob_token_ids",), ([],)),
+  **dict.fromkeys(("logprob_token_ids", "stop_token_ids"), ([],)),
   **dict.fromkeys(("best_of", "length_penalty"), (1,)),
   **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), (0,)),
-  **dict.fromkeys(("prompt_logprobs",), (0,)),
+  **dict.fromkeys(("priority", "prompt_logprobs"), (0,)),
   **dict.fromkeys(("ignore_eos", "store", "use_beam_search"), (False,)),
+  **dict.fromkeys(("continue_final_message", "return_token_ids"), (False,)),
+  **dict.fromkeys(("include_stop_str_in_output",), (False,)),
+  **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
+  **dict.fromkeys(("spaces_between_special_tokens",), (True,)),
+  "chat_template_kwargs": ({},),
   "function_call": ("none",),
   "logit_bias": ({},),
   "modalities": (["text"],),
@@ -74,7 +91,7 @@ class Refusal(Exception):
     return {"error": {**error, "code": self.code}}
 
 
-def _wrong(where: str, param: str, message: str, code: str | None = None) -> Refusal:
+def wrong(where: str, param: str, message: str, code: str | None = None) -> Refusal:
   """The refusal of a parameter, or of a place in it, such as messages[0]."""
   return Refusal(400, f"{where}: {message}.", param, code)
 
@@ -125,16 +142,21 @@ _Others = pydantic.create_model("_Others", __base__=Body, **_others)
 Text = Annotated[str, Field(pattern=r"\S")]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Tokens = Annotated[TokenIds, Field(min_length=1)]
-_Stop = Annotated[str, Field(min_length=1)]
+_Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
 _Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 
 
+# As in a chat, where the same name takes true or false.
+_FalseIsNone = BeforeValidator(lambda value: None if value is False else value)
+
+
 class StreamOptions(pydantic.BaseModel):
-  """How a stream ends, and a padding that it never has."""
+  """How a stream ends, and what it never has: a padding, and usage on every chunk."""
 
   model_config = pydantic.ConfigDict(strict=True, extra="forbid")
   include_usage: bool = False
   include_obfuscation: bool = False
+  continuous_usage_stats: Literal[False] = False
 
 
 class Parameters(_Others):
@@ -151,7 +173,9 @@ class Parameters(_Others):
   repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3)
   seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
   stop: _Stop | _Stops = Field(
-    [], description=f"a non-empty text, or a list of up to {MAX_STOPS}"
+    [],
+    description=f"a non-empty text of up to {STOP_LENGTH} characters, or a list of up"
+    f" to {MAX_STOPS}",
   )
   n: int = Field(1, ge=1, le=MAX_CHOICES)
   stream: bool = False
@@ -174,8 +198,18 @@ class Parameters(_Others):
     settings["seed"] %= 2**32
     settings["top_k"] = max(settings["top_k"], 0)
     settings["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-    longest = getattr(self, "max_completion_tokens", None) or self.max_tokens
-    return Prompt(**{"text": "-", "max_new_tokens": longest, **settings})
+    return Prompt(**{"text": "-", "max_new_tokens": self.longest, **settings})
+
+  @property
+  def longest_name(self) -> str:
+    """The parameter that limits the tokens of an answer."""
+    other = "max_completion_tokens"
+    return "max_tokens" if getattr(self, other, None) is None else other
+
+  @property
+  def longest(self) -> int | None:
+    """The largest number of tokens of an answer; None for the server's limit."""
+    return getattr(self, self.longest_name)
 
 
 class Completion(Parameters):
@@ -186,7 +220,7 @@ class Completion(Parameters):
     description="a text, token ids, or a list of either, none of them empty"
   )
   echo: bool = False
-  logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+  logprobs: Annotated[int | None, _FalseIsNone] = Field(None, ge=0, le=MAX_TOP)
 
   @property
   def inputs(self) -> tuple[str | tuple[int, ...], ...]:
@@ -215,6 +249,7 @@ class Message(pydantic.BaseModel):
   content: str | list[Part] = Field(
     description="a text, or a list of parts of type text"
   )
+  name: str | None = Field(None, description="of the speaker, for the chat template")
 
   @property
   def text(self) -> str:
@@ -284,10 +319,15 @@ def read(kind: type[AnyBody], fields: Mapping[str, Any], model: str) -> AnyBody:
     body = kind.model_validate(values)
   except pydantic.ValidationError as error:
     raise _refusal(kind, values, error.errors(include_url=False)[0]) from None
-  if (name := body.model or model) != model:
+  check_model(body.model or model, model)
+  return body
+
+
+def check_model(name: str, model: str) -> None:
+  """Raises Refusal if a request names another model than the served one."""
+  if name != model:
     message = f"model: received {_shown(name)}, expected {_shown(model)}."
     raise Refusal(404, message, "model", "model_not_found")
-  return body
 
 
 def _refusal(
@@ -307,7 +347,7 @@ def _refusal(
   where, name = where[1:], error["loc"][0]
   if error["type"] == "extra_forbidden":
     if depth > 1:
-      return _wrong(where, name, "no such option")
+      return wrong(where, name, "no such option")
     close = difflib.get_close_matches(name, kind.model_fields, 1)
     hint = f"did you mean {close[0]}?" if close else "leave it out."
     if name == "tenant":
@@ -316,7 +356,7 @@ def _refusal(
     return Refusal(400, message, name[:80], "unknown_parameter")
   if error["type"] == "without_effect":
     message = f"not supported; leave it out, or give {error['msg']}"
-    return _wrong(where, name, message, "unsupported_parameter")
+    return wrong(where, name, message, "unsupported_parameter")
   expected = error["msg"].removeprefix("Input should be ")
   if depth == 1:
     expected = _expected(kind.model_json_schema()["properties"][name])
@@ -325,7 +365,7 @@ def _refusal(
   elif error["type"] == "model_type":
     expected = "an object"
   received = "missing" if error["type"] == "missing" else f"received {_shown(value)}"
-  return _wrong(where, name, f"{received}, expected {expected}")
+  return wrong(where, name, f"{received}, expected {expected}")
 
 
 def _expected(schema: Mapping[str, Any]) -> str:
@@ -353,11 +393,15 @@ def read_ask(
   Raises:
     Refusal: a parameter is wrong, missing, unknown or not supported.
   """
+  # Tools that no answer may call have no effect.
+  names = (("tool_choice", "tools"), ("function_call", "functions"))
+  unused = {name for choice, name in names if fields.get(choice) == "none"}
+  fields = {name: value for name, value in fields.items() if name not in unused}
   ask = read(Chat if is_chat else Completion, fields, model)
 
   def check(holds: Any, name: str, message: str) -> None:
     if not holds:
-      raise _wrong(name, name, message)
+      raise wrong(name, name, message)
 
   count = len(ask.inputs)
   expected = f"expected at most {MAX_CHOICES} answers in one request"
@@ -365,11 +409,12 @@ def read_ask(
   check(ask.n * count <= MAX_CHOICES, "n", f"{received}, {expected}")
   name = "logprobs"
   if isinstance(ask, Chat):
-    is_one = ask.max_tokens is None or ask.max_completion_tokens is None
+    limits = {ask.max_tokens, ask.max_completion_tokens}
+    is_one = len(limits) == 1 or None in limits
     check(is_one, "max_tokens", "give max_completion_tokens or max_tokens")
-    name, is_used = "top_logprobs", ask.top_logprobs is None or ask.logprobs
+    name, is_used = "top_logprobs", not ask.top_logprobs or ask.logprobs
     check(is_used, name, "needs logprobs = true")
-  is_used = not ask.stream_options or ask.stream
+  is_used = not ask.include_usage or ask.stream
   check(is_used, "stream_options", "needs stream = true")
   expected = f"at most {record_top_k}, DecodingConfig.record_top_k of this server"
   is_kept = (ask.top or 0) <= record_top_k
@@ -386,13 +431,17 @@ def conversation(messages: Sequence[Message]) -> str:
   """Returns a `chat.Conversation`, or the text of a single message of a user."""
   if messages[-1].role == "assistant":
     message = "the last message is the assistant's, expected the user's"
-    raise _wrong("messages", "messages", message)
+    raise wrong("messages", "messages", message)
   if len(messages) == 1 and messages[0].role == "user":
     if not messages[0].text.strip():
-      raise _wrong("messages", "messages", "received an empty text, expected a prompt")
-    return messages[0].text
+      raise wrong("messages", "messages", "received an empty text, expected a prompt")
+    if not messages[0].name:
+      return messages[0].text
   role = lambda one: one.role.replace("developer", "system")
-  return chat.Conversation([{"role": role(m), "content": m.text} for m in messages])
+  name = lambda one: {"name": one.name} if one.name else {}
+  return chat.Conversation(
+    [{"role": role(m), "content": m.text, **name(m)} for m in messages]
+  )
 
 
 def _shown(value: Any) -> str:
@@ -508,42 +557,70 @@ def speculation(done: Finished, num_draft_tokens: int) -> dict[str, Any]:
 
 
 def log_probs(
-  ask: Ask, done: Finished, chosen: np.ndarray, decode: Callable[[Any], str]
+  ask: Ask, done: Finished, chosen: np.ndarray, vocabulary: Vocabulary
 ) -> dict[str, Any]:
   """Returns the log-probabilities of an answer's tokens, from its records.
 
-  `chosen` [n] are those of the emitted tokens; `decode` returns the text of token ids.
+  `chosen` [n] are those of the emitted tokens.
   """
   count = ask.top or 0
-  ids = np.asarray(done.batch.records.ids)[0, :, :count]
-  values = np.asarray(done.batch.records.log_probs)[0, :, :count]
-  # The text of a token depends on those before it, so it is read off the whole.
-  texts = [decode(done.tokens[:end]) for end in range(len(done.tokens) + 1)]
-  pieces = [
-    after[len(before) :] for before, after in zip(texts, texts[1:], strict=False)
+  decode = vocabulary.decode if ask.is_chat else vocabulary.decode_continuation
+  tokens = _bytes(done.tokens.tolist(), decode, vocabulary)
+  ids = np.asarray(done.batch.records.ids)[0, : len(tokens), :count].tolist()
+  values = np.asarray(done.batch.records.log_probs)[0, : len(tokens), :count].tolist()
+  token_bytes = functools.cache(vocabulary.token_bytes)  # alternatives repeat
+  others = [list(map(token_bytes, row)) for row in ids]
+  # The first word of an answer may lack the space before it.
+  others[:1] = [
+    [_bytes([token], decode, vocabulary)[0] for token in row] for row in ids[:1]
   ]
-  ranked = [
-    [(decode([token]), float(value)) for token, value in zip(*row, strict=True)]
-    for row in zip(ids[: len(pieces)], values[: len(pieces)], strict=True)
-  ]
-  values = chosen[: len(pieces)].tolist()
+  ranked = [list(zip(*row, strict=True)) for row in zip(others, values, strict=True)]
+  values = chosen[: len(tokens)].tolist()
   if not ask.is_chat:
+    read = codecs.getincrementaldecoder("utf-8")("replace").decode
+    ends = np.cumsum([len(read(token)) for token in tokens]).tolist()
+    name = lambda token: _name(token, "bytes:")
     return {
-      "tokens": pieces,
+      "tokens": list(map(name, tokens)),
       "token_logprobs": values,
-      "top_logprobs": [dict(row) for row in ranked] if count else None,
-      "text_offset": [len(text) for text in texts[:-1]],
+      "top_logprobs": [{name(token): value for token, value in row} for row in ranked]
+      if count
+      else None,
+      "text_offset": [0, *ends[:-1]],
     }
   content = [
     {**_entry(*one), "top_logprobs": [_entry(*other) for other in row]}
-    for one, row in zip(zip(pieces, values, strict=True), ranked, strict=True)
+    for one, row in zip(zip(tokens, values, strict=True), ranked, strict=True)
   ]
   return {"content": content, "refusal": None}
 
 
-def _entry(text: str, value: float) -> dict[str, Any]:
-  return {
-    "token": text,
-    "logprob": value,
-    "bytes": list(text.encode("utf-8", "replace")),
-  }
+def _bytes(
+  tokens: Sequence[int], decode: Callable[[Any], str], vocabulary: Vocabulary
+) -> list[bytes]:
+  """Returns the bytes of every token; together they are those of the text."""
+  growing, before, waiting = GrowingText(decode), "", []
+  parts: list[bytes] = []
+  for count, token in enumerate(tokens, 1):
+    text = growing.read(tokens[:count])
+    waiting.append(token)
+    if is_incomplete(text):
+      continue
+    if len(waiting) == 1:  # a token's text depends on those before it
+      parts.append(text[len(before) :].encode())
+    else:
+      parts += map(vocabulary.token_bytes, waiting)
+    before, waiting = text, []
+  return [*parts, *map(vocabulary.token_bytes, waiting)]
+
+
+def _name(token: bytes, prefix: str = "") -> str:
+  """Returns a token's text; parts of a character are written as OpenAI does."""
+  try:
+    return token.decode()
+  except UnicodeDecodeError:
+    return prefix + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _entry(token: bytes, value: float) -> dict[str, Any]:
+  return {"token": _name(token), "logprob": value, "bytes": list(token)}

@@ -218,10 +218,12 @@ class Scheduler:
     n: int,
     is_streamed: bool,
     cache_salt: int = 0,
+    decode: Callable[[Any], str] | None = None,
   ) -> Call:
     """Queues n answers to each prompt, or none at all; answer i draws with seed + i.
 
-    They use only entries of the n-gram cache with the same salt.
+    They use only entries of the n-gram cache with the same salt. `decode` returns the
+    text of an answer's tokens; None takes that of the vocabulary.
 
     Raises:
       InputError: the engine cannot decode a prompt, or there are more answers than
@@ -229,7 +231,7 @@ class Scheduler:
       QueueFullError: there is no room for all jobs.
       DrainingError, EngineFailedError: nothing is answered any more.
     """
-    decode = self._server.pair.vocabulary.decode
+    decode = decode or self._server.pair.vocabulary.decode
     copies = [tokens for tokens in prompts for _ in range(n)]
     shared = prompt, decode, is_streamed, cache_salt
     jobs = [Job(index, tokens, *shared) for index, tokens in enumerate(copies)]

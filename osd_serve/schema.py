@@ -77,6 +77,7 @@ _ERRORS = {
   "400": "The request is wrong; the message names the parameter.",
   "401": "The token is missing or wrong.",
   "403": "The server has no token, so it has no such route.",
+  "408": "The body did not arrive in time.",
   "404": "No such model.",
   "413": "The body is too long.",
   "415": "The body is not application/json.",
@@ -85,7 +86,7 @@ _ERRORS = {
   "503": "The server is shutting down, or the engine has failed.",
 }
 _ADMIN = ("400", "403", "413", "503")
-_BODY = ("400", "404", "413", "415", "503")
+_BODY = ("400", "404", "408", "413", "415", "503")
 _FILE: Schema = {"type": "string", "format": "binary"}
 # The summary, request body, answer body and errors of each route. A body is a model, or
 # a schema with its media type; None is empty.
@@ -102,6 +103,7 @@ _ROUTES: dict[tuple[str, str], tuple[str, Any, Any, tuple[str, ...]]] = {
   ("/version", "get"): ("The version.", None, Version, ()),
   ("/openapi.json", "get"): ("This text.", None, ({"type": "object"}, JSON), ()),
   ("/v1/models", "get"): ("The served model.", None, Models, ()),
+  ("/v1/models/{model}", "get"): ("The served model.", None, Model, ("404",)),
   ("/v1/completions", "post"): (
     *("Answers prompts.", protocol.Completion, CompletionAnswer),
     (*_BODY, "429"),
@@ -142,6 +144,8 @@ def make(model: str, target_length: int, record_top_k: int, token: bool) -> Sche
   paths: dict[str, Schema] = {}
   for (path, verb), route in _ROUTES.items():
     paths.setdefault(path, {})[verb] = _operation(verb, *route)
+  named = {"name": "model", "in": "path", "required": True, "schema": {"const": model}}
+  paths["/v1/models/{model}"]["get"]["parameters"] = [named]
   description: Schema = {
     "openapi": "3.1.0",
     "info": {"title": "osd serve", "version": importlib.metadata.version("osd-jax")},

@@ -2,12 +2,14 @@
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import logging
 import math
 import secrets
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -167,11 +169,42 @@ class Service:
     vocabulary = self.server.pair.vocabulary if keeps_template else self._untemplated
     return vocabulary.encode_prompt(text)
 
-  def submit(self, ask: protocol.Ask) -> Call:
-    """Queues the answers that a request asks for; raises as `Scheduler.submit`."""
-    prompts = [self.encode(one, ask.is_chat) for one in ask.inputs]
+  def prompts(self, ask: protocol.Ask) -> list[np.ndarray]:
+    """Returns the token ids of the prompts of a request; takes as long as they do.
+
+    Raises:
+      Refusal: a prompt or the length limit of the answers is too long.
+    """
+    decoding = self.config.decoding
+    received, most = ask.longest, decoding.target_length
+    if received is not None and received > most:
+      name = ask.longest_name
+      message = f"received {received}, expected at most {most}, the longest answer of"
+      raise protocol.wrong(name, name, f"{message} this server")
+    longest, prompts = decoding.source_lengths[-1], []
+    for one in ask.inputs:
+      if isinstance(one, str) and _size(one) > self._longest_text:
+        raise _too_long(ask, f"more than {longest}", longest)
+      prompts.append(self.encode(one, ask.is_chat))
+      if len(prompts[-1]) > longest:
+        raise _too_long(ask, str(len(prompts[-1])), longest)
+    return prompts
+
+  def submit(self, ask: protocol.Ask, prompts: Sequence[np.ndarray]) -> Call:
+    """Queues the answers to the prompts of a request; raises as `Scheduler.submit`."""
     salt, settings = self._salt(ask.cache_salt), ask.settings(self.sampling)
-    return self.scheduler.submit(prompts, settings, ask.n, ask.stream, salt)
+    words = self.server.pair.vocabulary
+    decode = words.decode if ask.is_chat else words.decode_continuation
+    return self.scheduler.submit(prompts, settings, ask.n, ask.stream, salt, decode)
+
+  @functools.cached_property
+  def _longest_text(self) -> float:
+    """Characters of text that no prompt can hold, because every token has a piece."""
+    vocabulary = self._untemplated
+    if not vocabulary.is_causal:  # T5's unknown token stands for any number of them
+      return math.inf
+    longest_piece = max(map(len, vocabulary.pieces))
+    return self.config.decoding.source_lengths[-1] * longest_piece
 
   async def choice(self, ask: protocol.Ask, event: Event) -> protocol.Choice:
     """Returns the finished answer of an event."""
@@ -339,9 +372,27 @@ class Service:
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:
     pair = self.server.pair
     emitted = agreement.emitted_log_probs(pair.target, pair.target_params, done.batch)
-    return protocol.log_probs(ask, done, np.asarray(emitted)[0], pair.vocabulary.decode)
+    return protocol.log_probs(ask, done, np.asarray(emitted)[0], pair.vocabulary)
 
   def _finished(self, job: Job, done: Finished) -> None:
     """Counts an answer; on the serving thread."""
     plain = self._plain_seconds(job, done.prefill_ms)
     self.metrics.count(job, done, time.perf_counter(), plain)
+
+
+def _size(text: str) -> int:
+  """Number of characters that a prompt has at least."""
+  if isinstance(text, chat.Conversation):
+    return sum(len(message["content"]) for message in text.messages)
+  return len(text)
+
+
+def _too_long(ask: protocol.Ask, count: str, longest: int) -> protocol.Refusal:
+  """Refuses a prompt; clients shorten a conversation if they know this code."""
+  name = "messages" if ask.is_chat else "prompt"
+  message = (
+    f"received {count} tokens, but the maximum context length for prompts is {longest}"
+    " tokens, the last of DecodingConfig.source_lengths; reduce the length of the"
+    f" {name}"
+  )
+  return protocol.wrong(name, name, message, "context_length_exceeded")

@@ -10,7 +10,9 @@ folder, which are kept in a cache, so that everything else reads them as usual:
 Tensors are read from the file itself, dequantized one at a time.
 """
 
+import atexit
 import dataclasses
+import functools
 import hashlib
 import json
 import mmap
@@ -29,7 +31,7 @@ from osd_jax import base
 from osd_jax.models.tensors import Tensors
 
 CACHE = "~/.cache/osd_jax/gguf"
-_VERSION = 4  # of the files in the cache
+_VERSION = 5  # of the files in the cache
 _TENSORS = "tensors.json"
 _CHUNK = 2**18  # elements that are dequantized at a time
 
@@ -103,7 +105,40 @@ _QWEN2_WORDS = (
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_WORDS = _QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_WORDS = {"qwen2": _QWEN2_WORDS, "llama-bpe": _LLAMA3_WORDS, "llama3": _LLAMA3_WORDS}
+_WORDS = {
+  "qwen2": _QWEN2_WORDS,
+  **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_WORDS),
+}
+
+# Tokenizers and rules with which llama.cpp puts a beginning-of-text token before every
+# text, unless the metadata say otherwise: those of Llama 2 and of Llama 3.
+_BEGINNING = ("llama", "llama-bpe", "llama3", "llama-v3")
+# Tokens that end a turn or a text by their name, as in llama.cpp.
+_ENDS = (
+  "<|eot_id|>",
+  "<|eom_id|>",
+  "<|im_end|>",
+  "<|end|>",
+  "<end_of_turn>",
+  "<|endoftext|>",
+  "<|end_of_text|>",
+  "<EOT>",
+  "_<EOT>",
+  "<\uff5cend\u2581of\u2581sentence\uff5c>",  # of DeepSeek
+)
+# Metadata that would change positions or attention, and the values that do not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  "rope.scaling.attn_factor": (1.0,),
+  "attention.causal": (True,),
+  "attention.max_alibi_bias": (0.0,),
+  "attention.clamp_kqv": (0.0,),
+  "attention.scale": (0.0,),
+  "logit_scale": (0.0,),
+  "embedding_scale": (0.0, 1.0),
+  "residual_scale": (0.0, 1.0),
+  "use_parallel_residual": (False,),
+  "rope.freq_base_swa": (10000.0,),  # the only one of a Gemma 3
+}
 
 # Types of tokens in the metadata; the numbers are those of SentencePiece.
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
@@ -133,10 +168,12 @@ def folder_of(path: Path) -> Path:
   about = path.stat()
   key = (_VERSION, str(path.resolve()), about.st_size, about.st_mtime_ns)
   name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-  cache = Path(CACHE).expanduser()
+  usual = Path(os.path.expanduser(CACHE))
+  if (usual / name).is_dir():
+    return usual / name
+  cache = _writable(usual)
   if not (cache / name).is_dir():
     files = _files(path)
-    cache.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=cache))
     for file, content in files.items():
       (folder / file).write_bytes(content)
@@ -145,6 +182,30 @@ def folder_of(path: Path) -> Path:
     except OSError:  # another process was faster
       shutil.rmtree(folder)
   return cache / name
+
+
+@functools.cache
+def _writable(cache: Path) -> Path:
+  """Returns the cache, or a folder of this process where it cannot be written.
+
+  Raises:
+    DiskError: there is no folder for temporary files either.
+  """
+  try:
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=cache):
+      return cache
+  except OSError:  # such as a root that is read-only, or a service without a home
+    pass
+  try:
+    spare = Path(tempfile.mkdtemp(prefix="osd_jax_gguf_"))
+  except OSError as error:
+    raise base.DiskError(
+      f"weights: neither {cache} nor a folder for temporary files can be written"
+      f" ({error.strerror}); set HOME or TMPDIR to a folder that can."
+    ) from error
+  atexit.register(shutil.rmtree, spare, ignore_errors=True)
+  return spare
 
 
 def open_tensors(path: Path) -> Tensors:
@@ -236,6 +297,8 @@ def _files(path: Path) -> dict[str, bytes]:
     tensors = list(reader.tensors)
   except Exception as error:  # the library raises many types
     raise _damaged(path, f"it is truncated or damaged ({error})") from error
+  if (kind := metadata.get("general.type", "model")) != "model":
+    raise _refused(path, "general.type", kind, "a whole model")
   architecture = metadata.required("general.architecture")
   if architecture not in ARCHITECTURES:
     raise _refused(
@@ -292,9 +355,6 @@ def _config(
   metadata: _Metadata, architecture: str, tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
   path = metadata.path
-  ends = [metadata.required("tokenizer.ggml.eos_token_id")]
-  if (turn := metadata.get("tokenizer.ggml.eot_token_id")) is not None:
-    ends.append(turn)
   fields = {
     name: metadata.required(f"{architecture}.{key}") for name, key in _FIELDS.items()
   }
@@ -302,14 +362,14 @@ def _config(
     fields[name] = metadata.get(f"{architecture}.{key}")
   if experts := metadata.get(f"{architecture}.expert_count"):
     raise _refused(path, f"{architecture}.expert_count", experts, "a dense model")
-  scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-  if scaling == "linear":
-    factor = metadata.required(f"{architecture}.rope.scaling.factor")
-    fields["rope_scaling"] = {"rope_type": scaling, "factor": factor}
-  elif scaling != "none":
-    raise _refused(path, f"{architecture}.rope.scaling.type", scaling, "none or linear")
+  if scaling := _stated_scaling(metadata, architecture):
+    fields["rope_scaling"] = scaling
   if _ROPE in tensors:
+    if scaling:
+      expected = "no other scaling of rotary positions"
+      raise _refused(path, _ROPE, scaling, expected)
     fields["rope_scaling"] = _rope_scaling(path, fields, tensors[_ROPE].data)
+  _check_neutral(metadata, architecture, fields)
   if fields["num_hidden_layers"] in (46, 62):  # the Gemmas with 27B, as in llama.cpp
     scalar = fields["hidden_size"] // fields["num_attention_heads"]
   else:
@@ -326,8 +386,46 @@ def _config(
     else len(metadata.required("tokenizer.ggml.tokens")),
     "tie_word_embeddings": "output.weight" not in tensors,
     "attention_bias": "blk.0.attn_q.bias" in tensors,
-    "eos_token_id": list(dict.fromkeys(ends)),
+    "eos_token_id": _eos_ids(metadata),
   }
+
+
+def _eos_ids(metadata: _Metadata) -> list[int]:
+  """The tokens that end an answer: those that are stated, then those of known names."""
+  stated = metadata.required("tokenizer.ggml.eos_token_id")
+  others = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eom")]
+  tokens = metadata.required("tokenizer.ggml.tokens")
+  named = [token for token, text in enumerate(tokens) if text in _ENDS]
+  ends = [stated, *(token for token in others if token is not None), *named]
+  return list(dict.fromkeys(ends))
+
+
+def _stated_scaling(metadata: _Metadata, architecture: str) -> dict[str, Any]:
+  """The linear scaling of rotary positions that the metadata state, or {}."""
+  name = f"{architecture}.rope.scaling"
+  kind = metadata.get(f"{name}.type")
+  # The second name is that of files before November 2023.
+  old = metadata.get(f"{architecture}.rope.scale_linear", 0.0)
+  factor = metadata.get(f"{name}.factor", old)
+  if kind not in (None, "none", "linear"):
+    raise _refused(metadata.path, f"{name}.type", kind, "none or linear")
+  if kind == "linear" and not factor:
+    raise _refused(metadata.path, f"{name}.factor", None, "a value")
+  # As in llama.cpp, a factor without a type is linear.
+  is_scaled = kind != "none" and factor not in (0, 1)
+  return {"rope_type": "linear", "factor": factor} if is_scaled else {}
+
+
+def _check_neutral(
+  metadata: _Metadata, architecture: str, fields: Mapping[str, Any]
+) -> None:
+  """Refuses metadata that would change the model that is served."""
+  size = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+  sizes = ("rope.dimension_count", "attention.value_length")
+  for key, values in {**dict.fromkeys(sizes, (size,)), **_NEUTRAL}.items():
+    value = metadata.get(f"{architecture}.{key}", values[0])
+    if value not in values:
+      raise _refused(metadata.path, f"{architecture}.{key}", value, str(values[0]))
 
 
 def _rope_scaling(
@@ -389,8 +487,17 @@ def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
   get = lambda name, default=None: metadata.get(f"tokenizer.ggml.{name}", default)
   tokens, kinds = metadata.required("tokenizer.ggml.tokens"), get("token_type")
   kinds = kinds or [_NORMAL] * len(tokens)
+  # As in llama.cpp: some files call the end of a turn a normal token.
+  kinds = [
+    _CONTROL if text in _ENDS else kind
+    for text, kind in zip(tokens, kinds, strict=True)
+  ]
   model = metadata.required("tokenizer.ggml.model")
-  begins = get("bos_token_id") if get("add_bos_token", model == "llama") else None
+  is_usual = not {model, get("pre")}.isdisjoint(_BEGINNING)
+  begins = get("bos_token_id") if get("add_bos_token", is_usual) else None
+  if get("add_eos_token"):
+    expected = "False: a prompt that ends a text is not continued"
+    raise _refused(metadata.path, "tokenizer.ggml.add_eos_token", True, expected)
   make = _TOKENIZERS.get(model)
   if make is None:
     expected = " or ".join(map(repr, _TOKENIZERS))

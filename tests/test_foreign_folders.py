@@ -149,6 +149,76 @@ def test_special_tokens_of_older_folders_are_read(tmp_path, llama_model):
   assert vocabulary.prefix == (1,)  # null is the default, True
 
 
+def test_added_tokens_of_older_folders_are_read(tmp_path, llama_model):
+  (tmp_path / "tokenizer.model").write_bytes(llama_model)
+  size = Vocabulary.load(tmp_path).size
+  added = {"<think>": size, "<hidden>": size + 1, "[PAD]": size + 2}
+  (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+  specials = {"pad_token": "[PAD]", "additional_special_tokens": ["<hidden>"]}
+  (tmp_path / "special_tokens_map.json").write_text(json.dumps(specials))
+  vocabulary = Vocabulary.load(tmp_path)
+  assert vocabulary.size == size + 3
+  ids = vocabulary.encode("<think><hidden>[PAD]")
+  assert ids == [size, size + 1, size + 2] and vocabulary.decode(ids) == "<think>"
+  copy = tmp_path / "copy"
+  copy.mkdir()
+  for name, content in tokenizer_files(vocabulary).items():
+    (copy / name).write_bytes(content)
+  assert Vocabulary.load(copy) == vocabulary
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_added_tokens_that_tokenizer_json_lacks_are_added(tmp_path, kind):
+  library = pytest.importorskip("tokenizers")
+  words = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+  made = library.Tokenizer(library.models.BPE({w: i for i, w in enumerate(words)}, []))
+  made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.decoder = library.decoders.ByteLevel()
+  made.add_special_tokens(["<end>"])
+  made.save(str(tmp_path / "tokenizer.json"))
+  added = {
+    str(256 + i): {"content": text, "special": text == "<end>"}
+    for i, text in enumerate(("<end>", "<think>", "</think>"))
+  }
+  settings = {
+    "tokenizer_class": kind,
+    "eos_token": "<end>",
+    "added_tokens_decoder": added,
+  }
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+  vocabulary = Vocabulary.load(tmp_path)
+  ids = vocabulary.encode("a<think>b</think>")
+  assert ids[1::2] == [257, 258] and len(ids) == 4
+  assert vocabulary.decode(ids) == "a<think>b</think>"
+
+
+def test_special_token_beyond_the_embedding_is_refused_only_in_texts(
+  tmp_path, llama_model
+):
+  # As in fine-tuned Llamas whose padding token was only added to the tokenizer.
+  shape = dataclasses.replace(
+    testing.TINY_LLAMA, vocab_size=tiny_pair.VOCAB_SIZE, eos_ids=(2,)
+  )
+  token = {str(tiny_pair.VOCAB_SIZE): {"content": "[PAD]", "special": True}}
+  settings = {"added_tokens_decoder": token, "pad_token": "[PAD]"}
+  files = {"tokenizer.model": llama_model}
+  write = lambda name, settings: hugging_face.write(
+    tmp_path / name,
+    random_weights(shape),
+    {**files, "tokenizer_config.json": json.dumps(settings).encode()},
+  )
+  load = lambda folder: pairs.load_pair(
+    pairs.PairConfig(target=str(folder), draft="cache")
+  )
+  own = load(write("padded", settings)).vocabulary
+  assert own.size == tiny_pair.VOCAB_SIZE and len(own.encode_prompt("red")) > 1
+  with pytest.raises(base.InputError, match=r"the token \[PAD\] \(1536\), but .* 1536"):
+    own.encode("red[PAD]")
+  token[str(tiny_pair.VOCAB_SIZE)]["special"] = False
+  with pytest.raises(base.InputError, match="expected at least the 1537"):
+    load(write("longer", settings))
+
+
 QWEN2_TEXTS = ["How many singers are there?", "x = 3 + 42", "naïve 漢字 🙂", "a\n\n  b"]
 
 
@@ -229,6 +299,7 @@ def test_vocabulary_of_a_byt5_are_the_bytes(tmp_path):
     ({"rope_scaling": {"type": "linear", "factor": 1.0}}, {}),
     ({"rope_theta": None}, {}),
     ({"rope_parameters": {"rope_theta": None, "rope_type": None}}, {}),
+    ({"hidden_act": "swish"}, {}),
     ({"rms_norm_eps": None, "hidden_act": None, "tie_word_embeddings": None}, {}),
   ],
 )
@@ -256,6 +327,48 @@ def test_tied_model_without_the_prefix_of_its_names_is_read(tmp_path):
   safetensors.numpy.save_file(renamed, path, {"format": "pt"})
   found = hugging_face.load(folder)
   jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
+@pytest.mark.parametrize("shape", [testing.TINY_LLAMA, testing.TINY_T5])
+def test_names_of_wrapped_models_are_read(tmp_path, shape, prefix):
+  folder = hugging_face.write(tmp_path / "model", random_weights(shape))
+  expected = hugging_face.load(folder)
+  path = folder / "model.safetensors"
+  tensors = safetensors.numpy.load_file(path)
+  renamed = {prefix + name: x for name, x in tensors.items()}
+  safetensors.numpy.save_file(renamed, path, {"format": "pt"})
+  found = hugging_face.load(folder)
+  jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+  # A prefix of some names belongs to another model.
+  first, *_ = tensors
+  renamed[first] = renamed.pop(prefix + first)
+  safetensors.numpy.save_file(renamed, path, {"format": "pt"})
+  with pytest.raises(base.InputError, match="tensors do not fit the configuration"):
+    hugging_face.load(folder)
+
+
+def test_tensors_that_transformers_does_not_read_are_ignored_or_named(tmp_path):
+  folder = hugging_face.write(tmp_path / "model", random_weights(testing.TINY_LLAMA))
+  expected = hugging_face.load(folder)
+  path = folder / "model.safetensors"
+  tensors = safetensors.numpy.load_file(path)
+  names = ("v_head.summary.weight", "v_head.summary.bias", "model.position_ids")
+  tensors |= {name: np.zeros(3, np.float32) for name in names}
+  safetensors.numpy.save_file(tensors, path, {"format": "pt"})
+  found = hugging_face.load(folder)
+  jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+  tensors["model.reward.weight"] = np.zeros(3, np.float32)
+  safetensors.numpy.save_file(tensors, path, {"format": "pt"})
+  with pytest.raises(base.InputError, match=r"reward.*The model does not read these"):
+    hugging_face.load(folder)
+
+
+def test_adapter_next_to_a_model_is_refused(tmp_path):
+  folder = hugging_face.write(tmp_path / "model", random_weights(testing.TINY_LLAMA))
+  (folder / "adapter_config.json").write_text("{}")
+  with pytest.raises(base.InputError, match="PairConfig.target: .* and an adapter"):
+    pairs.load_pair(pairs.PairConfig(target=str(folder), draft="cache"))
 
 
 def test_equal_weights_are_equal_files(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import json
 from pathlib import Path
 
 import jax
@@ -50,6 +51,26 @@ def llama_tokenizer() -> bytes:
     minloglevel=2,
   )
   return model.getvalue()
+
+
+def vocabulary(kind: str, folder: Path) -> Vocabulary:
+  """Returns the vocabulary of a "llama", of "bytes" as in Qwen, or the shipped T5's."""
+  if kind == "shipped":
+    return Vocabulary.load(assets.resolve("shipped:demo_vocabulary.model"))
+  if kind == "llama":
+    (folder / "tokenizer.model").write_bytes(llama_tokenizer())
+    return Vocabulary.load(folder)
+  from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+  letters = pre_tokenizers.ByteLevel.alphabet()
+  made = Tokenizer(models.BPE({x: i for i, x in enumerate(sorted(letters))}, []))
+  made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.decoder = decoders.ByteLevel()
+  made.add_special_tokens(["<end>"])
+  made.save(str(folder / "tokenizer.json"))
+  settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  return Vocabulary.load(folder)
 
 
 def save_tiny_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:

@@ -31,6 +31,7 @@ TOPICS_DIR = "shipped:topics"
 
 # What `osd generate` reads from a file.
 _PROMPT = "{prompt|question|text}"
+_MESSAGES = ("messages", "conversations")  # fields with a list of chat messages
 TFDS, SEQIO = "tfds:", "seqio:"
 _MAX_REPORTED_PLACES = 100  # for each count in a report
 _MAX_NAMED_PLACES = 3  # for each count in a sentence
@@ -52,7 +53,7 @@ class TaskConfig(base.Config):
     prompt: template of the prompt, with field names in braces, such as
       "summarize: {article}"; "" uses the preprocessor's.
     reference: template of the reference, which is "" if a field is missing; "" uses
-      the preprocessor's.
+      the preprocessor's. It is used instead of the last of a row's chat messages.
     data_dir: folder of the files, "shipped:topics" for the demo's, or TFDS's data
       folder ("": its default).
     pattern: file name or glob of JSONL, JSON, CSV, Parquet or text files in `data_dir`,
@@ -346,13 +347,13 @@ def _example(templates: tuple[str, str], location: str, raw: files.Row) -> Examp
   """Fills the templates of the prompt and the reference."""
   if isinstance(raw, UnusableExample):
     raise raw
-  messages = raw.get("messages", raw.get("conversations"))
-  is_default = templates[0] in ("{prompt}", _PROMPT) and "prompt" not in raw
-  if is_default and messages is not None:
-    prompt, reference = chat.split_messages(messages)
-  else:
+  messages = _messages(raw) if templates[0] in ("{prompt}", _PROMPT) else None
+  reference = preprocessors.fill_reference(templates[1], raw)
+  if messages is None:
     prompt = preprocessors.fill_prompt(templates[0], raw)
-    reference = preprocessors.fill_reference(templates[1], raw)
+  else:
+    prompt, answer = chat.split_messages(messages)
+    reference = reference or answer
   try:
     # JSON may escape half of a surrogate pair ("\ud83d"). Python decodes it, but
     # neither the tokenizers nor the logs can encode it.
@@ -366,6 +367,22 @@ def _example(templates: tuple[str, str], location: str, raw: files.Row) -> Examp
     own_id = os.path.basename(location)
   example_id = str(own_id).encode("utf-8", "replace").decode()
   return Example(location, example_id, prompt, reference)
+
+
+def _messages(raw: Mapping[str, Any]) -> Any:
+  """Returns the chat messages of a row, or None if its prompt is a text."""
+  prompt, answer = raw.get("prompt"), raw.get("completion")
+  if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):  # TRL's
+    messages = prompt + (answer if isinstance(answer, list) else [])
+  elif prompt is None:
+    fields = (raw[name] for name in _MESSAGES if raw.get(name) is not None)
+    messages = next(fields, None)
+  else:
+    return None
+  if messages is not None and (tools := raw.get("tools") or raw.get("functions")):
+    reason = f"a conversation with tools ({len(tools)}), which are not supported"
+    raise UnusableExample("malformed", reason)
+  return messages
 
 
 # ---- What streams and batches share

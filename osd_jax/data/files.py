@@ -4,6 +4,7 @@
 that cannot be used, so that one bad line never ends a run.
 """
 
+import collections
 import contextlib
 import csv
 import gzip
@@ -24,7 +25,7 @@ Row = Mapping[str, Any] | UnusableExample
 Rows = Iterator[tuple[int, Row]]
 
 _SNIFFED = 4096  # the format is recognized from this many bytes
-_DELIMITERS = ",;\t"
+_DELIMITERS = ",;\t|"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _SIGNATURES = {
@@ -65,7 +66,12 @@ def read(path: str | Path, setting: str) -> Rows:
       yield from reader(file)
   except FileNotFoundError as error:
     raise base.InputError(f"{setting}: {path} does not exist.") from error
-  except (OSError, EOFError, zlib.error, csv.Error) as error:
+  except csv.Error as error:
+    raise base.InputError(
+      f"{setting}: {path} cannot be read ({error}); expected a header with a name for"
+      " each column."
+    ) from error
+  except (OSError, EOFError, zlib.error) as error:
     raise base.InputError(
       f"{setting}: {path} cannot be read ({error}); expected a complete file."
     ) from error
@@ -183,16 +189,50 @@ def _text_lines(file: Iterable[bytes]) -> Rows:
 
 
 def _csv_rows(file: Iterable[bytes]) -> Rows:
-  """Reads rows below a header; the most frequent delimiter in the header counts."""
+  """Reads rows below a header; the most frequent delimiter in the header counts.
+
+  A first line such as "sep=;" gives the delimiter, as in Excel.
+  """
   # Bytes that are not UTF-8 become lone surrogates, which are found in their own row.
   text = (line.decode("utf-8", "surrogateescape") for _, line in _lines(file))
-  header = next(text, "")
-  delimiter = max(_DELIMITERS, key=header.count)
+  header, first = next(text, ""), 1
+  stated = re.fullmatch(r"sep=(\W)\s*", header)
+  if stated:
+    header, first = next(text, ""), 2
+  outside = re.sub(r'"[^"]*"', "", header)
+  delimiter = stated[1] if stated else max(_DELIMITERS, key=outside.count)
   csv.field_size_limit(2**31 - 1)  # a prompt may be longer than the default of 128 Ki
-  reader = csv.reader(itertools.chain([header], text), delimiter=delimiter)
-  names = [name.strip() for name in next(reader, [])]
+  head = csv.reader(itertools.chain([header], text), delimiter=delimiter)
+  names = [name.strip() for name in next(head, [])]
+  first += head.line_num
+  for name in filter(None, names):
+    if names.count(name) > 1:
+      raise csv.Error(f"two columns are called {name!r}; rename one")
+  if delimiter == "\t":
+    rows = _tab_values(text, len(names))
+  else:
+    rows = _csv_values(csv.reader(text, delimiter=delimiter))
+  for number, values in rows:
+    if isinstance(values, UnusableExample):
+      yield first + number, values
+    elif not values:
+      yield first + number, UnusableExample("empty", "blank line")
+    elif len(values) != len(names):
+      reason = f"{len(values)} values, expected {len(names)} as in the header"
+      if any("\n" in value for value in values):
+        reason += "; a quotation mark of this row may lack its partner"
+      yield first + number, UnusableExample("malformed", reason)
+    else:
+      yield first + number, dict(zip(names, values, strict=True))
+
+
+_Values = Iterator[tuple[int, list[str] | UnusableExample]]
+
+
+def _csv_values(reader: Any) -> _Values:
+  """Yields the number of lines before a row, and its values."""
   while True:
-    number = reader.line_num + 1
+    number = reader.line_num
     try:
       values = next(reader, None)
     except csv.Error as error:
@@ -200,13 +240,56 @@ def _csv_rows(file: Iterable[bytes]) -> Rows:
       continue
     if values is None:
       return
-    if not values:
-      yield number, UnusableExample("empty", "blank line")
-    elif len(values) != len(names):
-      reason = f"{len(values)} values, expected {len(names)} as in the header"
-      yield number, UnusableExample("malformed", reason)
-    else:
-      yield number, dict(zip(names, values, strict=True))
+    yield number, values
+
+
+# A value that is quoted as a whole, or any other.
+_TAB_VALUE = re.compile(r'(?:"((?:[^"]|"")*)"|([^\t]*))(\t|\Z)')
+_MAX_QUOTED_LINES = 100  # of one row
+
+
+def _tab_values(text: Iterable[str], count: int) -> _Values:
+  """Yields the number of lines before a row of TSV, and its values.
+
+  TSV has no rule for quotation marks. They count where a whole value is quoted, as the
+  csv modules write it; elsewhere they belong to the text.
+  """
+  number, waiting = 0, collections.deque[str]()
+  text = iter(text)
+  while line := waiting.popleft() if waiting else next(text, ""):
+    record, used = line.rstrip("\r\n"), 1
+    values = _split_at_tabs(record, count)
+    if len(values) < count and '"' in record:
+      # A quoted value may hold line breaks.
+      waiting.extend(itertools.islice(text, _MAX_QUOTED_LINES - len(waiting)))
+      whole = line
+      for extra, more in enumerate(waiting, 1):
+        whole += more
+        if '"' in more:
+          joined = _split_at_tabs(whole.rstrip("\r\n"), count)
+          if len(joined) == count:
+            values, used = joined, 1 + extra
+            break
+      for _ in range(used - 1):
+        waiting.popleft()
+    yield number, values
+    number += used
+
+
+def _split_at_tabs(record: str, count: int) -> list[str]:
+  """Splits a row; the quoted values of several lines only if there are `count`."""
+  values, at, is_whole = [], 0, True
+  while True:
+    value = _TAB_VALUE.match(record, at)
+    assert value is not None  # the second form takes any text
+    is_whole = is_whole and (value[1] is not None or "\n" not in value[2])
+    values.append(value[2] if value[1] is None else value[1].replace('""', '"'))
+    at = value.end()
+    if not value[3]:
+      break
+  if is_whole and len(values) == count:
+    return values
+  return record.split("\t") if "\n" not in record and record else []
 
 
 def _parquet(path: Path, setting: str) -> Rows:
@@ -232,16 +315,26 @@ def _saved_dataset(folder: Path, setting: str) -> Rows:
   try:
     state = json.loads((folder / "state.json").read_bytes())
     names = [part["filename"] for part in state["_data_files"]]
+    # The order of a set that was shuffled or selected from, in files of its own.
+    order = state.get("_indices_data_files") or state.get("_indices_files") or ()
+    order = [part["filename"] for part in order]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise base.InputError(
       f"{setting}: {folder} is a folder; expected a file, or a folder that save_to_disk"
       " of the library datasets wrote."
     ) from error
   with base.extra("parquet", f"{setting}: {folder}"):
-    import pyarrow.ipc as ipc
+    import pyarrow as arrow
 
-  parts = (ipc.open_stream(folder / name) for name in names)
-  yield from _records(itertools.chain.from_iterable(parts))
+  opened = (arrow.ipc.open_stream(arrow.memory_map(str(folder / x))) for x in names)
+  if not order:
+    yield from _records(itertools.chain.from_iterable(opened))
+    return
+  rows = arrow.concat_tables([part.read_all() for part in opened])
+  chosen = itertools.chain.from_iterable(
+    arrow.ipc.open_stream(folder / name) for name in order
+  )
+  yield from _records(rows.take(batch.column(0)) for batch in chosen)
 
 
 def _records(batches: Iterable[Any]) -> Rows:

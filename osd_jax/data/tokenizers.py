@@ -5,6 +5,7 @@ merges in another order, and then encodes texts with two spaces in a row differe
 transformers reads everything else, such as `tokenizer.json` or the bytes of ByT5.
 """
 
+import functools
 import os
 import pathlib
 import re
@@ -33,6 +34,7 @@ class Tokenizer(NamedTuple):
   prefix: tuple[int, ...] = ()  # ids that it puts before every text
   eos_id: int | None = None  # its end-of-sequence token, if it has one
   pad_id: int | None = None  # its padding token, if it has one
+  plain_size: int = 0  # number of ids up to the last that is not a special token
 
 
 class _TransformersProcessor:
@@ -100,7 +102,9 @@ def read_folder(path: pathlib.Path, keep_special: bool) -> Tokenizer:
   # adds belongs after an answer.
   prefix = tuple(token for token in tokenizer.encode("") if token != end)
   processor = _TransformersProcessor(tokenizer, keep_special)
-  return Tokenizer(processor, prefix, end, tokenizer.pad_token_id)
+  special = set(tokenizer.all_special_ids)
+  plain_size = 1 + max({*tokenizer.get_vocab().values()} - special, default=-1)
+  return Tokenizer(processor, prefix, end, tokenizer.pad_token_id, plain_size)
 
 
 _BREAK = "\n"  # encoded as a byte, which is never merged with the following text
@@ -190,7 +194,9 @@ def read_sentencepiece(
   ends = processor.eos_id() if processor.eos_id() >= 0 else None
   legacy = bool(settings.get("legacy", False))
   wrapped = _SentencePieceProcessor(processor, specials, visible, legacy)
-  return Tokenizer(wrapped, prefix, ends)
+  return Tokenizer(
+    wrapped, prefix, ends, plain_size=1 + max([len(pieces) - 1, *visible])
+  )
 
 
 def sentencepiece_processor(
@@ -208,6 +214,29 @@ def sentencepiece_processor(
       " file made by sentencepiece's trainer."
     ) from error
   return processor
+
+
+@functools.cache
+def _letters() -> dict[str, int]:
+  """GPT-2's letters of bytes, which make up the pieces of tokenizers of its kind.
+
+  Bytes without a visible letter in Latin-1 have the letters after it, in their order.
+  """
+  visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+  others = (byte for byte in range(256) if byte not in visible)
+  letters = {chr(256 + place): byte for place, byte in enumerate(others)}
+  return letters | {chr(byte): byte for byte in visible}
+
+
+def bytes_of(piece: str) -> bytes:
+  """Returns the bytes of a piece that is a part of a character; b"" if it is a text.
+
+  SentencePiece writes "<0xF0>", GPT-2 a letter per byte, ByT5 the letter with its code.
+  """
+  if hexadecimal := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+    return bytes.fromhex(hexadecimal[1])
+  codes = [_letters().get(letter, ord(letter)) for letter in piece]
+  return bytes(codes) if max(codes, default=256) < 256 else b""
 
 
 def token_text(value: Any) -> str | None:

@@ -25,12 +25,14 @@ OWN_TEMPLATE = "own"
 _T5_MODEL, _JSON, _MODEL = "spiece.model", "tokenizer.json", "tokenizer.model"
 _VOCAB, _MERGES = "vocab.json", "merges.txt"
 _SETTINGS, _SPECIALS = "tokenizer_config.json", "special_tokens_map.json"
+_ADDED = "added_tokens.json"  # of older folders
 _ENDS = ("generation_config.json", "config.json")
 # A folder may hold several; tokenizer.json also holds the rules that a SentencePiece
 # model leaves to the code of transformers.
 _TOKENIZERS = (_T5_MODEL, _JSON, _MODEL, _VOCAB)
 _BYTES = "ByT5Tokenizer"  # in the settings of a model that reads bytes
-_T5_KINDS = ("t5", "mt5", "byt5")  # beginnings of types of models and tokenizers
+# Types of the models and classes of the tokenizers of a T5. A T5Gemma has a Gemma's.
+_T5_KIND = re.compile(r"(m|by)?t5(tokenizer)?(fast)?", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Vocabulary:
     processor: a SentencePiece processor, or an object with the same functions.
     pad_id: fills the end of rows; not the id of any text.
     eos_ids: ids that end a sequence; the first one is appended by `encode_with_eos`.
-    is_causal: True for decoder-only models.
+    is_causal: True for decoder-only models and T5Gemma, whose tokenizer is a Gemma's.
     prefix: ids before every prompt of a decoder-only model.
     chat_template: Jinja text of the chat template; "" for none.
     variables: names and values that the chat template is rendered with.
@@ -68,6 +70,8 @@ class Vocabulary:
   prefix: tuple[int, ...] = ()
   chat_template: str = ""
   variables: tuple[tuple[str, Any], ...] = ()
+  # Number of ids up to the last that is not a special token; see `limited_to`.
+  plain_size: int = dataclasses.field(default=0, compare=False, repr=False)
   template: Callable[[str], str] | None = dataclasses.field(
     default=None, compare=False, repr=False
   )
@@ -108,7 +112,7 @@ class Vocabulary:
         f"Vocabulary.extra_ids: received {extra_ids!r}, expected an integer >= 0."
       )
     path = _tokenizer_file(pathlib.Path(path))
-    names = (_SPECIALS, _SETTINGS, *_ENDS, _MERGES)
+    names = (_SPECIALS, _SETTINGS, _ADDED, *_ENDS, _MERGES)
     try:
       # Only the tokenizer itself is required.
       others = tuple(_content(path.with_name(name)) for name in names)
@@ -128,8 +132,29 @@ class Vocabulary:
     return vocabulary
 
   def encode(self, text: str) -> list[int]:
-    """Returns the ids of `text`, without end-of-sequence."""
-    return self.processor.EncodeAsIds(text)
+    """Returns the ids of `text`, without end-of-sequence.
+
+    Raises:
+      InputError: a special token that the model has no embedding for.
+    """
+    ids = self.processor.EncodeAsIds(text)
+    if ids and (token := max(ids)) >= self.size:
+      raise base.InputError(
+        f"encode: received the token {self.processor.IdToPiece(token)} ({token}), but"
+        f" the model has {self.size} token ids; leave it out of the text."
+      )
+    return ids
+
+  def limited_to(self, size: int) -> "Vocabulary":
+    """The vocabulary for a model of `size` ids, as transformers combines the two.
+
+    Special tokens beyond them, such as a padding token that was never trained, are
+    refused in texts. If other tokens are beyond, the vocabulary is returned as it is.
+    """
+    least = max(self.plain_size, 1 + max(self.eos_ids))
+    if not self.is_causal or not least <= size < self.size:
+      return self
+    return dataclasses.replace(self, size=size)
 
   def encode_with_eos(self, text: str) -> np.ndarray:
     """Returns the ids of `text` and end-of-sequence, [n + 1] int32."""
@@ -141,11 +166,15 @@ class Vocabulary:
     Raises:
       InputError: a conversation, without a chat template that fits it.
     """
-    if self.template is None and isinstance(text, chat.Conversation):
+    if self.template is None and not chat.is_plain(text):
+      advice = "without a chat template; set PairConfig.chat_template, such as 'own'"
+      if not self.is_causal:  # it cannot have one
+        advice = "of a user for a T5; write instructions into that text"
+      names = [(one["role"], one.get("name", "")) for one in text.messages]
+      roles = ", ".join(f"{role} {name}".strip() for role, name in names)
       raise base.InputError(
-        f"encode_prompt: received a conversation of {len(text.messages)} messages,"
-        " expected a single text without a chat template; set"
-        " PairConfig.chat_template, such as 'own'."
+        f"encode_prompt: received a conversation of {len(text.messages)} messages"
+        f" ({roles}), expected a single text {advice}."
       )
     if not self.is_causal:
       return self.encode_with_eos(text)
@@ -191,6 +220,30 @@ class Vocabulary:
         tokens.append(token if 0 <= token < self.size else self.processor.unk_id())
     return self.processor.DecodeIds(tokens)
 
+  def decode_continuation(self, ids: Iterable[int]) -> str:
+    """Returns the text of `ids` as it follows a prompt; for T5, that of `decode`.
+
+    `decode` drops the space before the first word, as SentencePiece does.
+    """
+    return self._decode_within(ids) if self.is_causal else self.decode(ids)
+
+  def _decode_within(self, ids: Iterable[int]) -> str:
+    before, length = self._letter
+    return self.decode([*before, *ids])[length:]
+
+  @functools.cached_property
+  def _letter(self) -> tuple[list[int], int]:
+    """Ids of a text, and the number of its characters."""
+    ids = self.encode("a")
+    return ids, len(self.decode(ids))
+
+  def token_bytes(self, token: int) -> bytes:
+    """Returns the bytes of one token within a text; it may be a part of a character."""
+    text = self._decode_within([token])
+    if "\ufffd" not in text:
+      return text.encode()
+    return tokenizers.bytes_of(self.processor.IdToPiece(token)) or text.encode()
+
   @property
   def pieces(self) -> list[str]:
     """The piece of every id, in order."""
@@ -211,8 +264,8 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
     settings = {"tokenizer_class": _BYTES, "extra_ids": vocabulary.extra_ids}
     return {_SETTINGS: (json.dumps(settings, indent=2) + "\n").encode()}
   if vocabulary.is_causal or path.name == _JSON:
-    names = (_JSON, _MODEL, _VOCAB, _MERGES, _SPECIALS, _SETTINGS, _ENDS[0], chat.FILE)
-    contents = {name: _content(path.with_name(name)) for name in names}
+    names = (_JSON, _MODEL, _VOCAB, _MERGES, _SPECIALS, _SETTINGS, _ADDED, _ENDS[0])
+    contents = {name: _content(path.with_name(name)) for name in (*names, chat.FILE)}
     return {name: content for name, content in contents.items() if content}
   pieces, unknown = vocabulary.pieces, vocabulary.processor.unk_id()
   settings = {
@@ -276,7 +329,7 @@ def _build(
   if path.suffix == ".json":
     kinds = [documents[-1].get("model_type")]
     kinds += [fields.get("tokenizer_class") for fields in (settings, documents[-1])]
-    is_t5 = any(str(kind).lower().startswith(_T5_KINDS) for kind in kinds)
+    is_t5 = any(_T5_KIND.fullmatch(str(kind)) for kind in kinds)
     # A T5's special tokens are its sentinels, which its spiece.model decodes as well.
     read = tokenizers.read_folder(path, keep_special=is_t5)
     if is_t5:
@@ -310,6 +363,7 @@ def _build(
     eos_ids=eos_ids,
     is_causal=True,
     prefix=read.prefix,
+    plain_size=read.plain_size,
   )
 
 
@@ -426,11 +480,18 @@ def _content(path: pathlib.Path) -> bytes:
 
 
 def _settings(path: pathlib.Path) -> dict[str, Any]:
-  """Returns tokenizer_config.json, completed by an older special_tokens_map.json."""
+  """Returns tokenizer_config.json, completed by files of older folders."""
   settings = _object(path.with_name(_SETTINGS))
   # As in transformers, null means that a field has its default.
   stated = {name: x for name, x in settings.items() if x is not None}
-  return _object(path.with_name(_SPECIALS)) | stated
+  specials = _object(path.with_name(_SPECIALS))
+  values = [specials.get("additional_special_tokens", []), *specials.values()]
+  special = {tokenizers.token_text(x) for x in (*values[0], *values[1:])}
+  added = {
+    str(token): {"content": text, "special": text in special}
+    for text, token in _object(path.with_name(_ADDED)).items()
+  }
+  return {"added_tokens_decoder": added} | specials | stated
 
 
 def _object(path: pathlib.Path) -> dict[str, Any]:

@@ -278,7 +278,8 @@ class Prompt(base.Config):
   top_p: float = 1.0
   seed: int = 0
   max_new_tokens: base.Count | None = None
-  stop: tuple[Annotated[str, base.NonEmpty("non-empty texts")], ...] = ()
+  # White space alone is a stop string, too: many clients end an answer at a line break.
+  stop: tuple[Annotated[str, base.Constraint("non-empty texts", bool, True)], ...] = ()
   learn: bool = True
   log_probs: bool = False
   min_p: float = 0.0
@@ -496,6 +497,41 @@ class Answer:
     )
 
 
+class GrowingText:
+  """Decodes the tokens of an answer that grows, at a cost that does not.
+
+  Only a window of the last tokens is decoded. Its first part is context, because
+  decoders treat the beginning of a text differently, and both parts begin between two
+  characters, because a character may take several tokens.
+  """
+
+  WINDOW = 16  # new tokens after which the window moves
+
+  def __init__(self, decode: Callable[[Any], str]):
+    """Starts with no token."""
+    self._decode = decode
+    self._start = self._middle = 0  # the tokens of the context
+    self._before = self._context = ""  # text before `_middle`, and of the context
+
+  def read(self, tokens: Sequence[int] | np.ndarray) -> str:
+    """Returns the text of the tokens so far, [n]; earlier ones must not change."""
+    window = self._decode(tokens[self._start :])
+    new = window[len(self._context) :]
+    text = self._before + new
+    if len(tokens) - self._middle >= self.WINDOW and not is_incomplete(text):
+      context = self._decode(tokens[self._middle :])
+      # Otherwise white space may be missing that is there only within a text.
+      if context.strip() or (context and context == new):
+        self._start, self._middle = self._middle, len(tokens)
+        self._before, self._context = text, context
+    return text
+
+
+def is_incomplete(text: str) -> bool:
+  """Whether the next token may complete the last character of a decoded text."""
+  return text.endswith("\ufffd")
+
+
 class TextSoFar:
   """The text of one request while its tokens are accepted.
 
@@ -506,7 +542,9 @@ class TextSoFar:
   def __init__(self, decode: Callable[[np.ndarray], str], stop: tuple[str, ...] = ()):
     """Starts with an empty text."""
     self._decode, self._stop = decode, stop
+    self._growing = GrowingText(decode)
     self._searched = 0  # tokens without a stop string
+    self._free = 0  # no stop string begins before this character
     self._text, self._given = "", 0
 
   def watch(self, tokens: np.ndarray) -> int | None:
@@ -515,11 +553,12 @@ class TextSoFar:
       # Token by token: the answer ends with the token that completes the stop string,
       # and tokens after it are dropped.
       for count in range(self._searched + 1, len(tokens) + 1):
-        self._text = self._decode(tokens[:count])
+        self._text = self._growing.read(tokens[:count])
         if self._stop_at() is not None:
           return count
       self._searched = len(tokens)
-    self._text = self._decode(tokens)
+    else:
+      self._text = self._growing.read(tokens)
     return None
 
   def next_piece(self) -> str:
@@ -541,20 +580,23 @@ class TextSoFar:
 
   def _stop_at(self) -> int | None:
     """Index of the first stop string in the text."""
-    places = [self._text.find(stop) for stop in self._stop]
-    return min((place for place in places if place >= 0), default=None)
+    places = [self._text.find(stop, self._free) for stop in self._stop]
+    first = min((place for place in places if place >= 0), default=None)
+    if first is None and self._stop:
+      longest = max(map(len, self._stop))
+      self._free = max(len(self._text.rstrip("\ufffd")) - longest + 1, self._free)
+    return first
 
   def _undecided(self, text: str) -> int:
     """Number of characters at the end that may begin a stop string."""
-    return max(
-      (
-        length
-        for stop in self._stop
-        for length in range(1, len(stop))
-        if text.endswith(stop[:length])
-      ),
-      default=0,
-    )
+
+    def undecided(stop: str) -> int:
+      # What was given out begins no stop string.
+      first = max(self._given, len(text) - len(stop) + 1)
+      starts = (at for at in range(first, len(text)) if stop.startswith(text[at:]))
+      return len(text) - next(starts, len(text))
+
+    return max(map(undecided, self._stop), default=0)
 
 
 def in_order(

@@ -439,7 +439,10 @@ class Loop:
       return None
     path = self.directory.path / name
     try:
-      return self.server.save(path, f"osd, after {self.finished} requests")
+      path.parent.mkdir(runs.PRIVATE_FOLDER, exist_ok=True)
+      saved = self.server.save(path, f"osd, after {self.finished} requests")
+      saved.chmod(0o600)  # weights can memorize texts
+      return saved
     except base.BrokenDraftError as error:  # outputs are exact, so the run can end well
       self.log.log_event("unsaved", str(error), self.finished)
       return None

@@ -301,6 +301,8 @@ def load(
     InputError: see `weights.load`; or the draft is attached to another target.
   """
   tensors, header, config = weights.opened(Path(path), (weights.ATTACHED,))
+  if header.get("target") == target.with_first_end:
+    header = {**header, "target": target.fingerprint}
   own_target = header.get("target", "")
   # The shapes may fit another target, but its states mean something else: the draft
   # would run, and nearly all of its tokens would be rejected.

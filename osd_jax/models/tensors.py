@@ -156,10 +156,15 @@ def check(
   ]
   if wrong:
     more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    advice = "Check that the configuration and the tensors belong to the same model"
+    if expected.items() <= found.items():
+      advice = (
+        "The model does not read these; if they belong to something else, such as a"
+        " head of a trainer, save the folder without them"
+      )
     raise base.InputError(
       f"weights: {origin}: tensors do not fit the configuration:"
-      f" {'; '.join(wrong[:5])}{more}. Check that the configuration and the tensors"
-      " belong to the same model."
+      f" {'; '.join(wrong[:5])}{more}. {advice}."
     )
 
 

@@ -87,6 +87,9 @@ class Identity:
   config: ModelConfig  # shape of the target
   fingerprint: str  # hash of the parameters that an attached draft takes
   name: str  # name for error messages
+  # The fingerprint with only the first of its end tokens, which older files have: other
+  # end tokens change nothing that a draft learns.
+  with_first_end: str = ""
 
   @property
   def sizes(self) -> str:
@@ -108,16 +111,20 @@ def identity(target: Weights, name: str) -> Identity:
   """
   # The type that the target computes in is not part of its identity.
   shape = dataclasses.replace(target.config, dtype="float32")
-  digest = hashlib.sha256(_config_json(shape).encode())
+  digests = [hashlib.sha256(_config_json(shape).encode())]
+  if len(ends := getattr(shape, "eos_ids", ())) > 1:
+    first = dataclasses.replace(shape, eos_ids=ends[:1])
+    digests.append(hashlib.sha256(_config_json(first).encode()))
   frozen = {
     **families.encoder_params(target.config, target.params),
     "logits_dense": target.params["decoder"].get("logits_dense", {}),
   }
   # Eight rows of each parameter are enough to tell two trainings apart.
   for path, leaf in sorted(tensors_lib.flat(frozen).items()):
-    digest.update(path.encode())
-    digest.update(np.asarray(leaf[:8], np.float32).tobytes())
-  return Identity(target.config, digest.hexdigest(), name)
+    for digest in digests:
+      digest.update(path.encode())
+      digest.update(np.asarray(leaf[:8], np.float32).tobytes())
+  return Identity(target.config, digests[0].hexdigest(), name, digests[-1].hexdigest())
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tensors_lib.Shape]:

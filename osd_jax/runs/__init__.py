@@ -7,6 +7,7 @@ Importing this package loads neither orbax nor tensorboardX.
 from osd_jax.runs.checkpoint import Checkpointer, fingerprint
 from osd_jax.runs.directory import RunDirectory, RunResult
 from osd_jax.runs.log import (
+  PRIVATE_FOLDER,
   JsonLines,
   MetricsLog,
   of_kind,

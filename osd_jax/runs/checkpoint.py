@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import background, base
-from osd_jax.runs.log import JsonLines
+from osd_jax.runs.log import PRIVATE_FOLDER, JsonLines
 
 KEEP = 2  # steps on disk: if the newest one is damaged, the one before is used
 _ARRAYS, _HOST = "arrays", "host"
@@ -70,6 +70,7 @@ class Checkpointer:
     self._every, self._logs = every, logs
     self._models = {name: fingerprint(one) for name, one in (models or {}).items()}
     self._directory = Path(directory).absolute()
+    self._directory.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
     self._args = ocp.args
     self._manager = ocp.CheckpointManager(
       self._directory,

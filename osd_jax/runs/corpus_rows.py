@@ -17,6 +17,7 @@ import safetensors.flax
 
 from osd_jax import base
 from osd_jax.runs.directory import write_text
+from osd_jax.runs.log import PRIVATE_FOLDER
 
 PART = 64  # rows of a file
 _ABOUT = "made_from.json"
@@ -44,7 +45,7 @@ class CorpusRows:
     self._path = Path(path) if path else None
     if self._path is None:
       return
-    self._path.mkdir(parents=True, exist_ok=True)
+    self._path.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
     about = self._path / _ABOUT
     if about.exists():
       _check_same(about, made_from)

@@ -4,7 +4,8 @@
 `provenance.json` holds code, versions, command, seed, device, hours, and whether the
 run is finished. `metrics.jsonl` and `outputs.jsonl` are the logs (`runs.log`),
 `checkpoints/` the steps (`runs.checkpoint`), `tensorboard/` optional events. `plots/`
-and `report.html` are written at the end. `.lock` names the process that writes.
+and `report.html` are written at the end. `.lock` names the process that writes. What a
+run creates can be read by its owner only.
 """
 
 import dataclasses
@@ -237,7 +238,7 @@ class RunDirectory:
     # Stored, so that a failed start can remove the parents that it created.
     above = [self.path, *self.path.parents]
     self._made = [folder for folder in above if not folder.exists()]
-    self.path.mkdir(parents=True, exist_ok=True)
+    self.path.mkdir(log.PRIVATE_FOLDER, parents=True, exist_ok=True)
     self._lock = lock(self.path)
     # Only after locking: another process may be uploading from the same folder.
     if self._mirror is not None:
@@ -303,7 +304,7 @@ def lock(folder: Path) -> filelock.BaseFileLock:
   """
   path = folder / _LOCK
   # Not thread-local: a run may be closed from another thread than it was opened from.
-  lock = filelock.FileLock(path, thread_local=False)
+  lock = filelock.FileLock(path, mode=0o600, thread_local=False)
   try:
     lock.acquire(blocking=False)
   except filelock.Timeout:
@@ -331,7 +332,9 @@ def _holder(path: Path) -> str:
 def write_text(path: Path, text: str) -> None:
   """Writes a temporary file and renames it, so that readers see all or nothing."""
   temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(text, encoding="utf-8")
+  temporary.unlink(missing_ok=True)  # it may have another mode
+  with open(temporary, "w", encoding="utf-8", opener=log.private) as file:
+    file.write(text)
   temporary.replace(path)
 
 

@@ -22,6 +22,14 @@ from osd_jax import base
 Row = Mapping[str, Any]
 
 
+PRIVATE_FOLDER = 0o700  # mode of the folders of a run
+
+
+def private(path: str, flags: int) -> int:
+  """An opener of new files for their owner only, because runs hold texts of users."""
+  return os.open(path, flags, 0o600)
+
+
 class JsonLines:
   """Appends objects to a file. Opening it removes an incomplete last line.
 
@@ -33,7 +41,7 @@ class JsonLines:
   def __init__(self, path: str | Path):
     """Opens `path` for appending; its folder must exist."""
     self.path = Path(path)
-    self._file = open(self.path, "ab")  # closed by close()
+    self._file = open(self.path, "ab", opener=private)  # closed by close()
     # A killed process may have written half a line, which would corrupt the next one.
     self.rows = self.path.read_bytes().count(b"\n")
     self.truncate(self.rows)
@@ -144,6 +152,7 @@ class _Events:
       self._step = row["index"] + 1
     self._step = row.get("finished", row.get("step", self._step))
     if self._writer is None:
+      self._directory.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
       # The log may have been cut back to this row. `purge_step` hides the events that
       # a killed session wrote after its last checkpoint.
       before = len(list(self._directory.glob("*")))

@@ -7,13 +7,14 @@ import gzip
 import io
 import json
 import os
+import re
 import sys
 
 import pytest
 import tiny_pair
 
 from osd_jax import base
-from osd_jax.data import examples, files
+from osd_jax.data import chat, examples, files
 from osd_jax.data.examples import TaskConfig, TaskExamples
 from osd_jax.data.vocabulary import Vocabulary
 
@@ -43,7 +44,7 @@ def parquet(path, rows) -> None:
   pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), path)
 
 
-def saved_dataset(folder, rows) -> None:
+def saved_dataset(folder, rows, **state) -> None:
   """Writes what `Dataset.save_to_disk` of the library datasets writes."""
   arrow = pytest.importorskip("pyarrow")
   whole = arrow.Table.from_pylist(rows)
@@ -53,7 +54,7 @@ def saved_dataset(folder, rows) -> None:
     names.append({"filename": f"data-{number:05}-of-00002.arrow"})
     with arrow.ipc.new_stream(str(folder / names[-1]["filename"]), part.schema) as out:
       out.write_table(part)
-  (folder / "state.json").write_text(json.dumps({"_data_files": names}))
+  (folder / "state.json").write_text(json.dumps({"_data_files": names, **state}))
   (folder / "dataset_info.json").write_text("{}")
 
 
@@ -225,3 +226,176 @@ def test_conversations_are_read_and_encoded_with_the_chat_template(tmp_path):
   assert [e.reference for e in read_with(chat).examples] == ["three", "", "ho"]
   assert [e.reference for e in read_with(plain).examples] == ["three", "ho"]
   assert "set PairConfig.chat_template" in str(read_with(plain).skipped)
+
+
+# ---- What rows of chats, tables and saved sets say is never dropped
+
+
+def parts(text: str) -> list:
+  return [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]
+
+
+def task_of(tmp_path, rows, **fields):
+  """Returns the examples of rows, and the reasons for which rows are skipped."""
+  (tmp_path / "rows.jsonl").write_bytes(jsonl(rows))
+  task = TaskConfig("t", data_dir=str(tmp_path), pattern="rows.jsonl", **fields)
+  skipped = []
+  return list(examples.texts(task, skipped)), skipped
+
+
+@pytest.mark.parametrize(
+  ("user", "assistant"),
+  [
+    ("user", "assistant"),
+    ("user", "model"),
+    ("human", "gpt"),
+    ("human", "chatgpt"),
+    ("user", "bot"),
+    ("Human", "AI"),
+    ("User", "Assistant"),
+  ],
+)
+def test_speakers_of_every_name_have_their_roles(tmp_path, user, assistant):
+  turns = [(user, "A colour?"), (assistant, "Red."), (user, "More?"), (assistant, "No")]
+  rows = [
+    {"messages": [{"role": who, "content": text} for who, text in turns]},
+    {"messages": [{"role": who, "content": parts(text)} for who, text in turns]},
+    {"conversations": [{"from": who, "value": text} for who, text in turns]},
+    {
+      "prompt": [{"role": who, "content": text} for who, text in turns[:3]],
+      "completion": [{"role": assistant, "content": "No"}],
+    },
+  ]
+  found, skipped = task_of(tmp_path, rows)
+  assert len(found) == len(rows) and not skipped
+  for example in found:
+    roles = [one["role"] for one in example.prompt.messages]
+    assert roles == ["user", "assistant", "user"] and example.reference == "No"
+    assert str(example.prompt) == "user: A colour?\nassistant: Red.\nuser: More?"
+
+
+@pytest.mark.parametrize(
+  ("row", "reason"),
+  [
+    ({"messages": [message("narrator", "x")]}, "by 'narrator', expected one of system"),
+    ({"messages": [{"content": "x"}]}, "by None, expected one of"),
+    ({"messages": ["x"]}, r"messages\[0\] is a str, expected {\"role\""),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has no text"),
+    ({"prompt": ["x"]}, r"'{prompt\[0\]}' is its first item"),
+    (
+      {
+        "messages": [
+          message("user", "x"),
+          {"role": "assistant", "content": None, "tool_calls": [{}]},
+        ]
+      },
+      "the last message calls a tool",
+    ),
+    ({"messages": [message("user", "x")], "tools": [{}]}, "conversation with tools"),
+  ],
+)
+def test_messages_that_cannot_be_read_are_skipped_with_the_reason(
+  tmp_path, row, reason
+):
+  found, skipped = task_of(tmp_path, [row])
+  assert not found
+  assert re.search(reason, skipped[0]), skipped
+
+
+@pytest.mark.parametrize("reference", ["", "{response}", "{missing|response}"])
+def test_reference_next_to_messages_is_read(tmp_path, reference):
+  name = "response" if reference else "reference"
+  rows = [
+    {"messages": [message("user", "A colour?")], name: "Red."},
+    {"messages": [message("system", "Short."), message("user", "B?")], name: "Blue."},
+    {"messages": [message("user", "C?"), message("assistant", "Own.")]},
+  ]
+  found, _ = task_of(tmp_path, rows, reference=reference)
+  assert [one.reference for one in found] == ["Red.", "Blue.", "Own."]
+
+
+def test_fields_of_messages_reach_the_template(tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(tiny_pair.llama_tokenizer())
+  text = "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}\n{% endfor %}"
+  vocabulary = Vocabulary.load(tmp_path, template=text)
+  ada = {"role": "user", "name": "Ada", "content": "Hello."}
+  plain = {"role": "user", "name": None, "content": "x"}
+  rows = [ada, {**ada, "name": "Bo"}, plain, {**plain, "weight": 1}]
+  found, _ = task_of(tmp_path, [{"messages": [row]} for row in rows])
+  texts = [vocabulary.template(one.prompt) for one in found]
+  assert texts == ["Ada: Hello.\n", "Bo: Hello.\n", "user: x\n", "user: x\n"]
+  without = Vocabulary.load(tmp_path)
+  assert without.encode_prompt(found[3].prompt).tolist() == [1, *without.encode("x")]
+  with pytest.raises(
+    base.InputError, match=r"\(user Ada\).*set PairConfig.chat_template"
+  ):
+    without.encode_prompt(found[0].prompt)
+
+
+def test_conversation_with_a_t5_is_refused_without_advice_that_it_cannot_take(
+  vocabulary,
+):
+  system = chat.Conversation([message("system", "Short."), message("user", "x")])
+  with pytest.raises(base.InputError, match=r"\(system, user\).* of a user for a T5"):
+    vocabulary.encode_prompt(system)
+
+
+@pytest.mark.parametrize("key", ["_indices_data_files", "_indices_files"])
+def test_saved_selection_is_read_in_its_own_order(tmp_path, key):
+  arrow = pytest.importorskip("pyarrow")
+  names = [{"filename": "indices.arrow"}]
+  saved_dataset(tmp_path / "set", ROWS, **{key: names})
+  indices = arrow.table({"indices": arrow.array([2, 0], arrow.uint64())})
+  path = tmp_path / "set" / "indices.arrow"
+  with arrow.ipc.new_stream(str(path), indices.schema) as out:
+    out.write_table(indices)
+  assert read(tmp_path / "set") == [(1, ROWS[2]), (2, ROWS[0])]
+
+
+@pytest.mark.parametrize(
+  ("lines", "expected"),
+  [
+    (['"Tis a start\tx', "b\ty"], [(2, '"Tis a start', "x"), (3, "b", "y")]),
+    (['"Tis\tx', 'nobody"\ty'], [(2, '"Tis', "x"), (3, 'nobody"', "y")]),
+    (['"Hello," he said\tx'], [(2, '"Hello," he said', "x")]),
+    (['"a\tb"\tx', '"c ""d"""\ty'], [(2, "a\tb", "x"), (3, 'c "d"', "y")]),
+    (['"two', "", 'lines"\tx', "b\ty"], [(2, "two\n\nlines", "x"), (5, "b", "y")]),
+    (['"one value', "b\ty"], [(3, "b", "y")]),
+  ],
+)
+def test_quotation_marks_in_tsv_count_only_around_whole_values(
+  tmp_path, lines, expected
+):
+  path = tmp_path / "a.tsv"
+  path.write_text("\n".join(["prompt\treference", *lines]) + "\n")
+  found = [(n, *row.values()) for n, row in read(path) if isinstance(row, dict)]
+  assert found == expected
+  assert len(faults(path)) == ('"one value' in lines)
+
+
+def test_csv_row_that_swallows_others_is_reported(tmp_path):
+  path = tmp_path / "a.csv"
+  path.write_text('prompt,reference\n"Tis a start,x\nb,y\n')
+  assert "a quotation mark of this row may lack its partner" in faults(path)[2]
+
+
+@pytest.mark.parametrize(
+  ("header", "row", "first"),
+  [
+    ('prompt;"a, b, or c"', "x;y", 2),
+    ("sep=;\nprompt;a,b,c", "x;y", 3),
+    ("prompt|reference", "x|y", 2),
+    ('prompt,"two\nlines"', "x,y", 3),
+  ],
+)
+def test_delimiter_is_found_outside_of_quotes(tmp_path, header, row, first):
+  path = tmp_path / "a.csv"
+  path.write_text(f"{header}\n{row}\n")
+  assert [(n, *values.values()) for n, values in read(path)] == [(first, "x", "y")]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+  path = tmp_path / "a.csv"
+  path.write_text("prompt,x,x\na,b,c\n")
+  with pytest.raises(base.InputError, match="two columns are called 'x'; rename one"):
+    read(path)

@@ -151,6 +151,22 @@ def test_template_is_rendered_with_variables(folder):
     Vocabulary.load(folder, variables=(("thinks", False),))
 
 
+IN_PARTS = (
+  "{% for m in messages %}{% for part in m.content %}{{ part.text }};"
+  "{% endfor %}{% endfor %}"
+)
+CHOSEN = "{{ (messages[0].content | selectattr('type', 'eq', 'text') | first).text }};"
+FIRST = "{{ messages[0]['content'][0]['text'] + ';' }}"
+
+
+@pytest.mark.parametrize("text", [IN_PARTS, CHOSEN, FIRST])
+def test_template_that_reads_parts_is_given_parts(folder, text):
+  vocabulary = Vocabulary.load(folder, template=text)
+  assert vocabulary.template("the rain") == "the rain;"
+  conversation = chat.Conversation([{"role": "user", "content": "snow", "name": "A"}])
+  assert vocabulary.template(conversation) == "snow;"
+
+
 def test_conversation_begins_with_one_beginning_of_text(folder):
   vocabulary = Vocabulary.load(folder, template=TEMPLATE)
   roles = ("system", "user", "assistant", "user")
@@ -166,6 +182,7 @@ def test_conversation_begins_with_one_beginning_of_text(folder):
   [
     ("{{ messages[0]['content'] ", "template failed"),
     ("{{ raise_exception('only pairs of turns') }}", "only pairs of turns"),
+    ("{{ messages[0].role }}", "does not write the text of a user's message"),
     ("{{ messages.__class__.__mro__ }}", "template failed.*unsafe"),
     ("own", "has no chat template"),
   ],

@@ -1,8 +1,11 @@
 """Streamed text: no piece is ever taken back, and the pieces add up to the answer."""
 
+import time
+
 import hypothesis
 import numpy as np
 import pytest
+import tiny_pair
 from hypothesis import strategies
 
 from osd_jax import assets, base
@@ -52,6 +55,65 @@ def test_text_ends_before_the_first_stop_string_that_occurs():
   tokens = VOCABULARY.encode("How many hotels are there?")
   for stop in (("are", "many"), ("many", "are")):
     assert read(tokens, [1] * 30, stop)[1] == "How "
+
+
+def test_cost_of_a_token_does_not_grow_with_the_answer():
+  decoded = []
+
+  def decode(tokens):
+    decoded.append(len(tokens))
+    return VOCABULARY.decode(tokens)
+
+  tokens = np.asarray(VOCABULARY.encode("How many hotels are there in Rome? " * 100))
+  for stop in ((), ("zzz",)):
+    text = requests.TextSoFar(decode, stop)
+    pieces = []
+    for end in range(4, len(tokens) + 1, 4):
+      text.watch(tokens[:end])
+      pieces.append(text.next_piece())
+    assert max(decoded) < 64 < len(tokens) / 8
+    assert "".join([*pieces, text.finish(tokens)[1]]) == VOCABULARY.decode(tokens)
+    decoded.clear()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_long_held_text_is_compared_once(count):
+  """A stop string that an answer repeats for long is not searched again and again."""
+  stops = ("a" * 3000 + "b", *["c" * 3000] * count)
+  text = requests.TextSoFar(lambda ids: "a" * len(ids), stops)
+  start = time.process_time()
+  for end in range(1, 3000, 3):
+    assert text.watch(np.zeros(end, int)) is None
+    assert text.next_piece() == ""
+  assert time.process_time() - start < 5
+  assert text.finish(np.zeros(2999, int))[1] == "a" * 2999
+
+
+WORDS = ["the ", "naïve ", "🙂", "\n\n", "   ", "日本", "x", "\t", " a", "\ufffd"]
+
+
+@pytest.fixture(scope="module", params=["shipped", "llama", "bytes"])
+def vocabulary(request, tmp_path_factory):
+  return tiny_pair.vocabulary(request.param, tmp_path_factory.mktemp("vocabulary"))
+
+
+@hypothesis.given(data=strategies.data())
+def test_growing_text_is_the_text_of_the_tokens(vocabulary, data):
+  words = data.draw(strategies.lists(strategies.sampled_from(WORDS), max_size=80))
+  tokens = np.asarray(vocabulary.encode("".join(words)), np.int32)
+  text, end = requests.GrowingText(vocabulary.decode), 0
+  while end < len(tokens):
+    end = min(end + data.draw(strategies.integers(1, 5)), len(tokens))
+    assert text.read(tokens[:end]) == vocabulary.decode(tokens[:end])
+
+
+@pytest.mark.parametrize("stop", ["\n", "\n\n", " ", "\t", "\u2028", "```\n"])
+def test_white_space_is_a_stop_string(stop):
+  assert requests.Prompt("a", stop=(stop,)).stop == (stop,)
+  text = requests.TextSoFar(lambda ids: "".join(map(chr, ids)), (stop,))
+  tokens = np.asarray([*map(ord, f"one{stop}two")])
+  assert text.watch(tokens) == 3 + len(stop)
+  assert text.finish(tokens[: 3 + len(stop)]) == ("one", "one")
 
 
 @pytest.mark.parametrize(

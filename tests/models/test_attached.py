@@ -218,6 +218,22 @@ def test_loading_with_another_target_is_refused(runner, tmp_path):
   assert attached.load(path, same).config == cases.DRAFT
 
 
+def test_draft_fits_a_target_with_further_end_tokens(tmp_path):
+  runner = Runner("attached to llama")
+  path, _ = written(runner, tmp_path)
+  ends = (*runner.shape.eos_ids, 7)
+  held = weights.Weights(
+    dataclasses.replace(runner.shape, eos_ids=ends), runner.target_params
+  )
+  target = weights.identity(held, "other")
+  assert attached.load(path, target).target == target.fingerprint
+  held = dataclasses.replace(
+    held, config=dataclasses.replace(held.config, eos_ids=ends[::-1])
+  )
+  with pytest.raises(base.InputError, match="is attached to the target"):
+    attached.load(path, weights.identity(held, "other"))
+
+
 def test_draft_of_a_sibling_is_accepted_where_asked(runner, tmp_path):
   """A target of another shape is refused even then."""
   path, own = written(runner, tmp_path, target_sizes=identity(runner).sizes)

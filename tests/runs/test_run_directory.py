@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from osd_jax import base
-from osd_jax.runs import MetricsLog, RunDirectory, RunResult, directory
+from osd_jax.runs import (
+  Checkpointer,
+  MetricsLog,
+  RunDirectory,
+  RunResult,
+  directory,
+)
 
 TEXT = "# made by a test\nonline.seed = 3\n"
 
@@ -148,15 +154,22 @@ def test_unusable_folder_error_is_one_line_and_names_the_setting(tmp_path):
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_files_follow_the_umask(tmp_path):
+@pytest.mark.parametrize("exists", [False, True])
+def test_files_are_for_their_owner_only(tmp_path, exists):
   before = os.umask(0o022)
   try:
+    if exists:  # a folder of the user keeps its mode
+      (tmp_path / "run").mkdir()
     with start(tmp_path / "run") as run, MetricsLog(run.metrics_path):
       run.write_json("certificate.json", {"a": float("-inf")})
+      Checkpointer(run.checkpoints_path).close()
   finally:
     os.umask(before)
-  modes = {p.name: p.stat().st_mode & 0o777 for p in run.path.iterdir()}
-  assert set(modes.values()) == {0o644} and len(modes) == 5, modes
+  mode = lambda path: path.stat().st_mode & 0o777
+  modes = {path.name: mode(path) for path in run.path.iterdir()}
+  assert modes.pop("checkpoints") == 0o700
+  assert set(modes.values()) == {0o600} and len(modes) == 5, modes
+  assert mode(run.path) == (0o755 if exists else 0o700)
   assert '"a": null' in (run.path / "certificate.json").read_text()
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import threading
 import types
 
@@ -161,7 +162,10 @@ def test_log_probs_are_those_of_the_target(server, pair, plain):
     (right,) = alone.generate(TEXTS[0], log_probs=True)
   scores = server.complete(TEXTS[0], logprobs=2)["choices"][0]["logprobs"]
   assert scores["token_logprobs"] == pytest.approx(right.log_probs.tolist(), abs=1e-3)
-  assert "".join(scores["tokens"]) == plain[0]
+  # A part of a character is written as its bytes; here it is no character at all.
+  named = r"bytes:(\\x[0-9a-f]{2})+"
+  texts = [re.sub(named, "\ufffd", token) for token in scores["tokens"]]
+  assert "".join(texts) == plain[0]
   assert all(len(top) <= 2 for top in scores["top_logprobs"])
   messages = [{"role": "user", "content": TEXTS[0]}]
   chat = server.post(

@@ -16,7 +16,7 @@ from serving import running
 
 from osd_jax import base, pairs
 from osd_jax.main import commands, settings
-from osd_serve import command
+from osd_serve import command, connections
 from osd_serve.service import ServeConfig
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -45,9 +45,10 @@ def test_port_in_use_is_an_error_before_anything_is_loaded():
 
 
 def test_only_addresses_of_this_machine_are_loopback():
-  assert all(map(command._is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
+  local = ("127.0.0.1", "127.1.2.3", "::1", "localhost")
+  assert all(map(connections.is_loopback, local))
   others = ("0.0.0.0", "::", "10.0.0.1", "example.org")
-  assert not any(map(command._is_loopback, others))
+  assert not any(map(connections.is_loopback, others))
 
 
 def test_gin_file_states_the_defaults():

@@ -84,6 +84,19 @@ def test_no_token_of_a_request_reaches_the_disk(pair, tmp_path):
     assert again.service.loop.learned == 6  # what came after is lost
 
 
+def test_files_of_a_server_are_for_their_owner_only(pair, tmp_path):
+  tmp_path.chmod(0o755)
+  with running.running(pair, tmp_path, checkpoint_every=2) as server:
+    for count, text in enumerate([SECRET, *TEXTS], 1):
+      server.text(text)
+      learned(server, count)
+  assert {"outputs.jsonl", "checkpoints", "draft.safetensors"} <= {
+    path.name for path in tmp_path.iterdir()
+  }
+  for path in tmp_path.iterdir():  # what is in a private folder is private, too
+    assert path.stat().st_mode & 0o077 == 0, path
+
+
 def test_answers_on_disk_are_found_unless_they_are_left_out(pair, tmp_path):
   """The control of the test above."""
   with running.running(pair, tmp_path, checkpoint_every=2) as server:

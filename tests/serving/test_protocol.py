@@ -1,5 +1,6 @@
 """Requests become prompts or refusals with one clear line each."""
 
+import dataclasses
 import json
 
 import hypothesis
@@ -47,6 +48,13 @@ def test_settings_become_those_of_the_prompt():
   assert settings({"max_completion_tokens": 3}, True).max_new_tokens == 3
 
 
+@pytest.mark.parametrize("stop", ["\n", "\n\n", " ", ["\t", "Question:"]])
+def test_white_space_is_a_stop_string(stop):
+  assert settings({"stop": stop}).stop == tuple(
+    stop if isinstance(stop, list) else [stop]
+  )
+
+
 @pytest.mark.parametrize(
   "prompt, inputs",
   [
@@ -70,6 +78,9 @@ def test_messages_become_a_conversation():
   (conversation,) = read({"messages": several}, True).inputs
   assert isinstance(conversation, chat.Conversation)
   assert [one["role"] for one in conversation.messages] == ["system", "user"]
+  named = {"role": "user", "name": "Ada", "content": "Hello"}
+  (conversation,) = read({"messages": [named]}, True).inputs
+  assert conversation.messages == (named,), "templates may write the speaker's name"
 
 
 # Parameters, the start of the message, and the name in the error.
@@ -83,6 +94,7 @@ BAD = [
   ({"n": 1000}, "n: received 1000, expected an integer in 1..128"),
   ({"n": 100, "prompt": ["a", "b"]}, "n: received n = 100 for 2 prompts"),
   ({"stop": [""]}, 'stop: received [""], expected a non-empty text'),
+  ({"stop": "a" * 1001}, "stop: received"),
   ({"stream": "yes"}, 'stream: received "yes", expected true or false'),
   ({"stream_options": {"include_usage": True}}, "stream_options: needs stream"),
   (
@@ -171,6 +183,57 @@ def test_values_without_effect_are_accepted():
   labels = dict.fromkeys(protocol.IGNORED, "someone")
   assert read({**neutral, **labels}).n == 1
   assert read(dict.fromkeys(protocol.NEUTRAL, None)).n == 1
+
+
+TOOLS = [{"type": "function", "function": {"name": "search"}}]
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"max_tokens": 8, "max_completion_tokens": 8},
+    {"top_logprobs": 0},
+    {"logprobs": False, "top_logprobs": 0},
+    {"stream_options": {"include_usage": False}},
+    {"stream_options": {}},
+    {"stream": True, "stream_options": {"continuous_usage_stats": False}},
+    {"chat_template_kwargs": {}, "stop_token_ids": [], "skip_special_tokens": True},
+    {"include_stop_str_in_output": False, "add_generation_prompt": True},
+    {"tools": TOOLS, "tool_choice": "none"},
+    {"functions": TOOLS, "function_call": "none"},
+  ],
+)
+def test_values_of_common_clients_without_effect_are_accepted(fields):
+  plain, ask = read({"seed": 1}, True), read({"seed": 1, **fields}, True)
+  assert (ask.top, ask.include_usage) == (None, False)
+  limit = {"max_new_tokens": fields.get("max_tokens")}
+  defaults = SamplingConfig()
+  assert ask.settings(defaults) == dataclasses.replace(
+    plain.settings(defaults), **limit
+  )
+  if "logprobs" in fields:
+    assert read({"logprobs": False}).top is None
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"tools": TOOLS},
+    {"tools": TOOLS, "tool_choice": "auto"},
+    {"functions": TOOLS, "tool_choice": "none"},
+    {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"stop_token_ids": [5]},
+    {"skip_special_tokens": False},
+    {"logprobs": 1},
+  ],
+)
+def test_values_with_an_effect_are_refused(fields):
+  with pytest.raises(Refusal) as error:
+    read(fields, True)
+  assert error.value.param == next(
+    name for name in reversed(fields) if name != "tool_choice"
+  )
 
 
 def test_other_models_are_not_found():

@@ -31,7 +31,9 @@ def test_paths_are_the_routes(server):
   described = {(path, verb.upper()) for path, verbs in paths.items() for verb in verbs}
   routes = app.make(server.service).routes
   assert described == {
-    (route.path, verb) for route in routes for verb in route.methods - {"HEAD"}
+    (route.path.replace(":path", ""), verb)
+    for route in routes
+    for verb in route.methods - {"HEAD"}
   }
 
 

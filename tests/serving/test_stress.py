@@ -140,10 +140,10 @@ def test_waiting_client_that_leaves_frees_its_place(server):
 
 
 BAD = [
-  ({"prompt": "word " * 100}, "decoding: the prompt has"),
+  ({"prompt": "word " * 100}, "prompt: received 202 tokens, but"),
   ({"prompt": [10**6]}, "decoding: the prompt holds ids from"),
   ({"prompt": "a", "n": 5}, "n: received 5 answers in one request, expected at most 4"),
-  ({"prompt": "a", "max_tokens": 25}, "decoding: received max_new_tokens=25"),
+  ({"prompt": "a", "max_tokens": 25}, "max_tokens: received 25, expected at most 24"),
 ]
 
 

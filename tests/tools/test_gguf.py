@@ -237,9 +237,93 @@ def test_file_is_converted(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, found.params, held.params)
 
 
-def with_words(writer):
-  writer.kv_data[0].pop("tokenizer.ggml.pre")
-  writer.add_tokenizer_pre("falcon")
+def with_fields(fields, renamed=()):
+  """Replaces fields of a file, and texts of its tokens; None removes a field."""
+
+  def change(writer):
+    held = writer.kv_data[0]
+    tokens = held["tokenizer.ggml.tokens"].value
+    for token, text in dict(renamed).items():
+      tokens[token] = text
+    for name, value in fields.items():
+      held.pop(name, None)
+      kinds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+      if value is not None:
+        getattr(writer, f"add_{kinds[type(value)]}")(name, value)
+
+  return change
+
+
+@pytest.mark.parametrize(
+  ("kind", "fields", "begins"),
+  [
+    ("qwen2", {"tokenizer.ggml.pre": "llama-bpe"}, True),
+    ("qwen2", {"tokenizer.ggml.pre": "llama-v3"}, True),
+    (
+      "qwen2",
+      {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False},
+      False,
+    ),
+    ("qwen2", {"tokenizer.ggml.add_bos_token": True}, True),
+    ("qwen2", {}, False),
+    ("llama", {}, True),
+    ("llama", {"tokenizer.ggml.add_bos_token": False}, False),
+  ],
+)
+def test_texts_begin_as_in_llama_cpp(tmp_path, kind, fields, begins):
+  path, first = tmp_path / "model.gguf", 1 if kind == "llama" else 256
+  fields = {"tokenizer.ggml.bos_token_id": first, **fields}
+  write(path, kind, change=with_fields(fields))
+  found = Vocabulary.load(path)
+  assert found.prefix == ((first,) if begins else ())
+  assert (found.encode_prompt("he")[0] == first) == begins
+
+
+@pytest.mark.parametrize("name", reader._ENDS)
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3"])
+def test_answers_end_at_the_tokens_that_llama_cpp_knows_by_name(tmp_path, kind, name):
+  path, eos = tmp_path / "model.gguf", 257 if kind == "qwen2" else 2
+  # One that the file calls a control token, and one that it calls a normal one.
+  token = 256 if kind == "qwen2" else tiny_pair.VOCAB_SIZE - 1
+  write(path, kind, change=with_fields({}, {token: name}))
+  found = Vocabulary.load(path)
+  assert found.eos_ids == hugging_face.shape_of(path).eos_ids == (eos, token)
+  assert found.encode(name) == [token] and found.decode([token, 259]) == ""
+
+
+SCALING = "qwen2.rope.scaling"
+
+
+@pytest.mark.parametrize(
+  ("fields", "factor"),
+  [
+    ({f"{SCALING}.factor": 4.0}, 4),
+    ({f"{SCALING}.factor": 4.0, f"{SCALING}.type": "linear"}, 4),
+    ({f"{SCALING}.factor": 4.0, f"{SCALING}.type": "none"}, 1),
+    ({f"{SCALING}.factor": 0.0}, 1),
+    ({"qwen2.rope.scale_linear": 4.0}, 4),
+    ({"qwen2.rope.dimension_count": 8, "qwen2.attention.value_length": 8}, 1),
+  ],
+)
+def test_positions_are_scaled_as_in_llama_cpp(tmp_path, fields, factor):
+  held = write(tmp_path / "model.gguf", "qwen2", change=with_fields(fields))
+  found = hugging_face.shape_of(tmp_path / "model.gguf")
+  assert found == dataclasses.replace(held.config, rope_factor=factor)
+
+
+@pytest.mark.parametrize("home", ["/proc", "/dev/null"])
+def test_file_is_read_where_the_home_cannot_be_written(tmp_path, monkeypatch, home):
+  held = write(tmp_path / "model.gguf", "qwen2")
+  monkeypatch.setenv("HOME", home)
+  monkeypatch.setenv("TMPDIR", str(tmp_path))
+  monkeypatch.setattr("tempfile.tempdir", None)
+  reader._writable.cache_clear()
+  assert hugging_face.shape_of(tmp_path / "model.gguf") == held.config
+  assert len(list(tmp_path.glob("osd_jax_gguf_*/*/config.json"))) == 1
+  monkeypatch.setattr("tempfile.tempdir", home)
+  reader._writable.cache_clear()
+  with pytest.raises(base.DiskError, match="set HOME or TMPDIR"):
+    hugging_face.shape_of(tmp_path / "model.gguf")
 
 
 def with_tensor(data, kind=None):
@@ -250,7 +334,21 @@ Q8_K, BLOCK = gguf.GGMLQuantizationType.Q8_K, np.zeros((1, 292), np.uint8)
 REFUSED = {
   "architecture.*'gemma9'": lambda w: w.add_string("general.architecture", "gemma9"),
   "expert_count": lambda w: w.add_expert_count(8),
-  "pre.*'falcon'": with_words,
+  "pre.*'falcon'": with_fields({"tokenizer.ggml.pre": "falcon"}),
+  "general.type: received 'adapter'.* whole model": with_fields(
+    {"general.type": "adapter", "qwen2.context_length": None}
+  ),
+  "rope.scaling.type: received 'yarn'": with_fields(
+    {"qwen2.rope.scaling.type": "yarn"}
+  ),
+  "rope.scaling.factor: received None": with_fields(
+    {"qwen2.rope.scaling.type": "linear"}
+  ),
+  "rope.dimension_count: received 4": with_fields({"qwen2.rope.dimension_count": 4}),
+  "value_length: received 4": with_fields({"qwen2.attention.value_length": 4}),
+  "attention.causal: received False": with_fields({"qwen2.attention.causal": False}),
+  "attn_factor: received 2.0": with_fields({"qwen2.rope.scaling.attn_factor": 2.0}),
+  "add_eos_token: received True": with_fields({"tokenizer.ggml.add_eos_token": True}),
   "blk.9.other.weight.*'Q8_K'": with_tensor(BLOCK, Q8_K),
   "'blk.9.other": with_tensor(np.zeros((2, 2), np.float32)),
 }

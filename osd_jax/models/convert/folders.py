@@ -62,6 +62,10 @@ def kind_of(folder: Path) -> str:
   return ""
 
 
+_SHARDS = (
+  "the folder holds shards of FSDP; merge them with `accelerate merge-weights`, and"
+  " name the folder that it writes"
+)
 # Files that other formats consist of, and what to do with such a folder.
 _OTHER_FOLDERS = {
   "adapter_config.json": (
@@ -76,6 +80,24 @@ _OTHER_FOLDERS = {
     "the folder holds a checkpoint in Meta's or Mistral's own format; name the folder"
     " of the same model in the format of transformers"
   ),
+  "model.*fp16*": (
+    "the folder holds only a variant of the tensors, fp16; load it with transformers"
+    " and variant='fp16', save that, and name the saved folder"
+  ),
+  "flax_model*.msgpack": (
+    "the folder holds the tensors of flax only; load it with transformers 4 and"
+    " from_flax=True, save that, and name the saved folder"
+  ),
+  "tf_model*.h5": (
+    "the folder holds the tensors of TensorFlow only; load it with transformers 4 and"
+    " from_tf=True, save that, and name the saved folder"
+  ),
+  "zero_to_fp32.py": (
+    "the folder holds a checkpoint of DeepSpeed; run its zero_to_fp32.py with"
+    " --safe_serialization, and name the folder that it writes"
+  ),
+  "pytorch_model_fsdp*": _SHARDS,
+  "**/*.distcp": _SHARDS,
   "checkpoint": "the folder holds a t5x checkpoint; convert it with `osd convert`",
   "*/config.json": "the folder holds folders with models; name one of those",
 }

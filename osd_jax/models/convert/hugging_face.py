@@ -6,6 +6,7 @@
 import functools
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,10 @@ _FAMILIES: dict[type, Any] = {T5Config: t5, LlamaConfig: llama, T5GemmaConfig: t
 _EMBEDDING, _HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 _PREFIX = "model."  # of tensors in a model with a head, in decoder-only families
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
+# Prefixes of DistributedDataParallel and of torch.compile.
+_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)*")
+# Tensors that transformers does not read: positions, and the value heads of trl.
+_IGNORED = re.compile(r"(.+\.)?position_ids|v_head\..+")
 _INDEX = "model.safetensors.index.json"
 _SHARD = 5 * 10**9  # largest file in bytes, as in transformers
 
@@ -112,7 +117,7 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
   fields = _fields(folder)
   config = config_from(fields)
   family = _FAMILIES[type(config)]
-  tensors = _text_tensors(open_tensors(folder))
+  tensors = _text_tensors(_without_wrapper(open_tensors(folder)))
   expected = weights_lib.expected_shapes(config)
   names = {path: family.tensor_name(path, config) for path in expected}
   # A file may hold a model without its head, whose names lack a prefix.
@@ -129,7 +134,9 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
   shapes = {
     name: shape
     for name, shape in tensors.shapes.items()
-    if name not in dropped and not name.endswith(family.UNUSED)
+    if name not in dropped
+    and not name.endswith(family.UNUSED)
+    and not _IGNORED.fullmatch(name)
   }
   in_file = {
     names[path]: shape[::-1] if family.is_transposed(path) else shape
@@ -137,6 +144,13 @@ def _named(folder: Path) -> tuple[ModelConfig, Tensors, dict[str, str]]:
   }
   tensors_lib.check(shapes, in_file, folder)
   return config, tensors, names
+
+
+def _without_wrapper(tensors: Tensors) -> Tensors:
+  """Leaves out the prefixes that wrappers of torch have put before all names."""
+  names = {_WRAPPERS.sub("", name): name for name in tensors.shapes}
+  starts = {theirs.removesuffix(ours) for ours, theirs in names.items()}
+  return _renamed(tensors, names) if len(starts) == 1 else tensors
 
 
 def _text_tensors(tensors: Tensors) -> Tensors:
@@ -147,8 +161,11 @@ def _text_tensors(tensors: Tensors) -> Tensors:
     for prefix in _TEXT_PREFIXES
     if name.startswith(prefix)
   }
-  if not names:
-    return tensors
+  return _renamed(tensors, names) if names else tensors
+
+
+def _renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+  """The tensors of other names, by new ones."""
   return Tensors(
     {ours: tensors.shapes[theirs] for ours, theirs in names.items()},
     lambda name: tensors.read(names[name]),
@@ -261,6 +278,14 @@ def _fields(folder: Path) -> dict[str, Any]:
   """The fields of config.json, with the eos_token_id of generation_config.json."""
   folder = formats.folder_of(folder)
   fields = read_json(folder / "config.json")
+  has_adapter = (folder / "adapter_config.json").exists()
+  if has_adapter and any(folder.glob("model*.safetensors")):
+    raise base.InputError(
+      f"convert: {folder} holds a model and an adapter (adapter_config.json), which"
+      " transformers with peft loads together; merge them (merge_and_unload of peft),"
+      " save that and name its folder, or move the adapter's files to serve the model"
+      " alone."
+    )
   if (folder / "generation_config.json").exists():
     ends = read_json(folder / "generation_config.json").get("eos_token_id")
     # Chat models often list further end tokens there, such as <|eot_id|> of Llama 3.

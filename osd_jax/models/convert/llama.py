@@ -117,7 +117,9 @@ def config_from(config: Mapping[str, Any]) -> LlamaConfig:
   # `pretraining_tp` splits matrices for bit-equal training, and changes no function.
   field = "hidden_activation" if is_gemma else "hidden_act"
   usual = "gelu_pytorch_tanh" if is_gemma else "silu"
-  check_field(_SAYS, field, config.get(field, usual), (usual,))
+  activation = config.get(field, usual)
+  names = {"swish": "silu"}  # of the same function
+  check_field(_SAYS, field, names.get(activation, activation), (usual,))
   for field, what in _REFUSED.items():
     if config.get(field):
       raise base.InputError(

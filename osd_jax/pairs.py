@@ -258,27 +258,7 @@ def load_pair(
   if isinstance(config, Pair):
     return config
   partitioner = partitioner or sharding.make()
-  # Both come before the weights, which may take minutes to read. A folder without a
-  # model has no vocabulary either, and is refused for what it holds.
-  if folders.holds_model(Path(config.target)):
-    shape_of(config, "target")
-  vocabulary = load_vocabulary(config)
-  with _reading(config, "target") as (module, path):
-    target = _typed(config, module.load(path, as_stored=True))
-  has_vocabulary = config.vocabulary or target.vocabulary
-  if not (has_vocabulary or module is hugging_face):
-    raise base.InputError(
-      f"PairConfig.vocabulary: {config.target} does not say which vocabulary it was"
-      " trained with; name its vocabulary."
-    )
-  extra_ids = _wanted_extra_ids(target, vocabulary)
-  if config.extra_ids is None and extra_ids:
-    vocabulary = load_vocabulary(dataclasses.replace(config, extra_ids=extra_ids))
-  vocabulary = vocabulary.limited_to(target.config.vocab_size)
-  check_vocabulary(config, "target", target, vocabulary)
-  # The identity of a target includes its state layer, since a draft that was trained on
-  # one layer's states cannot use those of another.
-  target = dataclasses.replace(target, config=with_state_layer(config, target.config))
+  target, vocabulary = _target(config)
   identity = weights.identity(target, Path(config.target).name)
   draft = _draft(config, target, identity, vocabulary)
   is_attached = isinstance(draft, weights.AttachedWeights)
@@ -316,6 +296,32 @@ def load_pair(
     sibling=_sibling(draft, identity),
   )
   return pair.plain() if config.named("draft") == NONE else pair
+
+
+def _target(config: PairConfig) -> tuple[weights.Weights, Vocabulary]:
+  """Reads the target and its vocabulary."""
+  # Both come before the weights, which may take minutes to read. A folder without a
+  # model has no vocabulary either, and is refused for what it holds.
+  if folders.holds_model(Path(config.target)):
+    shape_of(config, "target")
+  vocabulary = load_vocabulary(config)
+  with _reading(config, "target") as (module, path):
+    target = _typed(config, module.load(path, as_stored=True))
+  has_vocabulary = config.vocabulary or target.vocabulary
+  if not (has_vocabulary or module is hugging_face):
+    raise base.InputError(
+      f"PairConfig.vocabulary: {config.target} does not say which vocabulary it was"
+      " trained with; name its vocabulary."
+    )
+  extra_ids = _wanted_extra_ids(target, vocabulary)
+  if config.extra_ids is None and extra_ids:
+    vocabulary = load_vocabulary(dataclasses.replace(config, extra_ids=extra_ids))
+  vocabulary = vocabulary.limited_to(target.config.vocab_size)
+  check_vocabulary(config, "target", target, vocabulary)
+  # The identity of a target includes its state layer, since a draft that was trained on
+  # one layer's states cannot use those of another.
+  target = dataclasses.replace(target, config=with_state_layer(config, target.config))
+  return target, vocabulary
 
 
 def adapts_untrained(config: PairConfig | Pair) -> bool:
@@ -477,7 +483,7 @@ def _draft(
 def _sibling(
   draft: weights.Weights | weights.AttachedWeights | None, target: weights.Identity
 ) -> str:
-  """The name of the draft's own target, if `target` is only a copy of it."""
+  """The name of the draft's own target, if `target` is only its copy."""
   if not isinstance(draft, weights.AttachedWeights):
     return ""
   trained_for = draft.target_name or "an unnamed target"

@@ -151,7 +151,7 @@ _FalseIsNone = BeforeValidator(lambda value: None if value is False else value)
 
 
 class StreamOptions(pydantic.BaseModel):
-  """How a stream ends, and what it never has: a padding, and usage on every chunk."""
+  """How a stream ends; chunks are never padded and have no usage."""
 
   model_config = pydantic.ConfigDict(strict=True, extra="forbid")
   include_usage: bool = False

@@ -59,7 +59,8 @@ class OnlineConfig(session.RunConfig):
     checkpoint_every: requests between checkpoints.
     run_directory: folder for logs, checkpoints and results; the same command continues
       a run that was interrupted.
-    tensorboard: also write TensorBoard events.
+    tracker: where the numbers of metrics.jsonl also go: "tensorboard", or a module with
+      wandb's `init`, `log` and `finish`, such as "wandb" or "trackio".
   """
 
   stream: streams.StreamConfig | Callable[[Vocabulary], streams.Stream]
@@ -76,9 +77,10 @@ class OnlineConfig(session.RunConfig):
   keep_outputs: Annotated[str, base.OneOf("none", "text", "ids")] = "text"
   checkpoint_every: base.Count = 100
   run_directory: base.Folder = "runs/online"
-  tensorboard: bool = False
+  tracker: str = ""
 
   def checks(self):
+    runs.tracker_library(self.tracker)
     if isinstance(self.stream, streams.StreamConfig):
       self.decoding.check_sources(self.stream, "OnlineConfig.stream")
     needs_costs = self.learns and self.learning.schedule.needs_costs
@@ -159,7 +161,7 @@ def begin(
     compare_every=config.compare_every,
     checkpoint_every=config.checkpoint_every,
     keep_outputs=config.keep_outputs,
-    tensorboard=config.tensorboard,
+    tracker=config.tracker,
     # It needs a second core. Replicas leave this process nothing else to do.
     in_background=is_free
     and not config.replicas.count

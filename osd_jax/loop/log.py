@@ -31,7 +31,7 @@ class Log:
     self,
     directory: RunDirectory | None,
     keep_outputs: str,
-    tensorboard: bool,
+    tracker: str,
     announce: Callable[[str], object],
     learns: bool,
   ):
@@ -46,8 +46,7 @@ class Log:
     self.rows: log_lib.MetricsLog | None = None
     self.outputs: log_lib.JsonLines | None = None
     if directory is not None:
-      events = directory.tensorboard_path if tensorboard else None
-      self.rows = log_lib.MetricsLog(directory.metrics_path, events)
+      self.rows = log_lib.MetricsLog(directory.metrics_path, tracker)
       self.outputs = log_lib.JsonLines(directory.outputs_path)
     self._verdict, self._alarms = account.Verdict(), alarms.AlarmState()
 

@@ -145,7 +145,7 @@ class Settings:
   compare_every: int
   checkpoint_every: int
   keep_outputs: str
-  tensorboard: bool = False
+  tracker: str = ""
   in_background: bool = False
   is_live: bool = False
 
@@ -186,7 +186,7 @@ class Loop:
     self.log = Log(
       directory,
       settings.keep_outputs,
-      settings.tensorboard,
+      settings.tracker,
       announce,
       settings.learns,
     )

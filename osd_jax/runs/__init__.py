@@ -13,5 +13,6 @@ from osd_jax.runs.log import (
   of_kind,
   read,
   strict,
+  tracker_library,
 )
 from osd_jax.runs.outputs import check_output, check_space

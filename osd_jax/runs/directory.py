@@ -36,7 +36,7 @@ from osd_jax.runs import log
 # Only these names are ever removed: files that a run writes at its start, and results.
 _FIRST = (
   *("config.json", "operative_config.gin", "provenance.json", "metrics.jsonl"),
-  *("outputs.jsonl", "checkpoints", "tensorboard"),
+  *("outputs.jsonl", "checkpoints", log.TENSORBOARD),
 )
 _RESULTS = ("certificate.json", "draft.safetensors", "drafts", "plots", "report.html")
 _LOCK = ".lock"
@@ -86,7 +86,6 @@ class RunDirectory:
     self.metrics_path = self.path / "metrics.jsonl"
     self.outputs_path = self.path / "outputs.jsonl"
     self.checkpoints_path = self.path / "checkpoints"
-    self.tensorboard_path = self.path / "tensorboard"
     self.plots_path = self.path / "plots"
     self.report_path = self.path / "report.html"
     self.config_path = self.path / "config.json"

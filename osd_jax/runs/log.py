@@ -1,4 +1,4 @@
-"""The logs of a run: metrics.jsonl, outputs.jsonl and optional TensorBoard events.
+"""The logs of a run: metrics.jsonl, outputs.jsonl, and an optional tracker.
 
 Both files hold one JSON object per line. A line is flushed as soon as it is written,
 and a file is cut back to the rows that a checkpoint counted. In metrics.jsonl,
@@ -7,6 +7,7 @@ a float that is not finite becomes null, and `nonfinite` lists the names of such
 """
 
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ Row = Mapping[str, Any]
 
 
 PRIVATE_FOLDER = 0o700  # mode of the folders of a run
+TENSORBOARD = "tensorboard"  # this tracker, and its folder
 
 
 def private(path: str, flags: int) -> int:
@@ -92,14 +94,17 @@ class JsonLines:
 class MetricsLog(JsonLines):
   """Appends rows to metrics.jsonl and, optionally, their numbers to TensorBoard."""
 
-  def __init__(self, path: str | Path, tensorboard: Path | None = None):
+  def __init__(self, path: str | Path, tracker: str = ""):
     """Opens `path` for appending; its folder must exist.
 
-    `tensorboard` is the folder of TensorBoard events; None writes none. They need the
-    extra [log].
+    `tracker` also gets the numbers of the rows: "tensorboard" writes events next to
+    the log, any other name is a module with the interface of wandb; "" is none.
     """
+    library, self._tracker = tracker_library(tracker), None
+    if library is not None:
+      kind = _Events if tracker == TENSORBOARD else _Run
+      self._tracker = kind(library, Path(path).parent)
     super().__init__(path)
-    self._events = None if tensorboard is None else _Events(tensorboard)
 
   def write(self, row: Any) -> None:
     """Appends one row of a class of `loop.rows`.
@@ -116,8 +121,8 @@ class MetricsLog(JsonLines):
     plain, nonfinite = strict(fields)
     names = {"nonfinite": nonfinite} if nonfinite else {}
     self.append({"kind": row.kind, **plain, **names})
-    if self._events is not None:
-      self._events.write(row.kind, plain)
+    if self._tracker is not None:
+      self._tracker.write(row.kind, plain)
 
   def write_all(self, rows: Iterable[Any]) -> None:
     """Appends several rows; see `write`."""
@@ -125,32 +130,62 @@ class MetricsLog(JsonLines):
       self.write(row)
 
   def close(self) -> None:
-    """Closes the file and the events."""
+    """Closes the file and the tracker."""
     super().close()
-    if self._events is not None:
-      self._events.close()
+    if self._tracker is not None:
+      self._tracker.close()
 
 
-class _Events:
-  """TensorBoard scalars of the rows, over finished requests or steps."""
+class _Tracker:
+  """Passes the numbers of the rows on, over finished requests or steps."""
 
-  def __init__(self, directory: Path):
-    try:
-      import tensorboardX
-    except ImportError as error:
-      raise base.MissingExtraError(
-        "TensorBoard events need tensorboardX: pip install osd-jax[log], or set"
-        " tensorboard = False."
-      ) from error
-    self._make, self._directory = tensorboardX.SummaryWriter, directory
-    self._writer: Any = None
-    self._step = 0
+  _step = 0
 
   def write(self, kind: str, row: Row) -> None:
     # A request has an index, other rows the number of finished requests or steps.
     if "index" in row:
       self._step = row["index"] + 1
     self._step = row.get("finished", row.get("step", self._step))
+    flat = flax.traverse_util.flatten_dict(row, sep="/")
+    numbers = {
+      f"{kind}/{name}": value
+      for name, value in flat.items()
+      if isinstance(value, int | float)
+    }
+    self._log(numbers, row["text"] if kind == "alarm" else "")
+
+  def _log(self, numbers: Mapping[str, float], alarm: str) -> None:
+    raise NotImplementedError
+
+  def close(self) -> None:
+    raise NotImplementedError
+
+
+class _Run(_Tracker):
+  """A run of wandb, or of a module with its `init`, `log` and `finish`."""
+
+  def __init__(self, module: Any, directory: Path):
+    settings = directory / "config.json"
+    config = json.loads(settings.read_bytes()) if settings.exists() else {}
+    self._module = module
+    module.init(project="osd_jax", name=directory.name, config=config, resume="allow")
+
+  def _log(self, numbers: Mapping[str, float], alarm: str) -> None:
+    texts = {"alarm": alarm} if alarm else {}
+    self._module.log({**numbers, **texts}, step=self._step)
+
+  def close(self) -> None:
+    self._module.finish()
+
+
+class _Events(_Tracker):
+  """TensorBoard events."""
+
+  def __init__(self, module: Any, directory: Path):
+    self._make, self._directory = module.SummaryWriter, directory / TENSORBOARD
+    self._writer: Any = None
+
+  def _log(self, numbers: Mapping[str, float], alarm: str) -> None:
     if self._writer is None:
       self._directory.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
       # The log may have been cut back to this row. `purge_step` hides the events that
@@ -160,15 +195,37 @@ class _Events:
       self._writer = self._make(
         str(self._directory), filename_suffix=f".{before}", **purge
       )
-    for name, value in flax.traverse_util.flatten_dict(row, sep="/").items():
-      if isinstance(value, int | float):
-        self._writer.add_scalar(f"{kind}/{name}", value, self._step)
-    if kind == "alarm":
-      self._writer.add_text("alarm", row["text"], self._step)
+    for name, value in numbers.items():
+      self._writer.add_scalar(name, value, self._step)
+    if alarm:
+      self._writer.add_text("alarm", alarm, self._step)
 
   def close(self) -> None:
     if self._writer is not None:
       self._writer.close()
+
+
+def tracker_library(name: str) -> Any:
+  """Imports the module of a tracker; None for "".
+
+  Raises:
+    MissingExtraError: it cannot be imported, or has not the interface of wandb.
+  """
+  if not name:
+    return None
+  is_tensorboard = name == TENSORBOARD
+  module, extra = ("tensorboardX", "osd-jax[log]") if is_tensorboard else (name, name)
+  try:
+    library = importlib.import_module(module)
+    reason = "" if is_tensorboard or hasattr(library, "init") else "it has no `init`"
+  except ImportError as error:
+    library, reason = None, str(error)
+  if reason:
+    raise base.MissingExtraError(
+      f'OnlineConfig.tracker: received {name!r} ({reason}), expected "tensorboard" or'
+      f" a module with the interface of wandb; install it: pip install {extra}"
+    )
+  return library
 
 
 # --- Reading --------------------------------------------------------------------------

@@ -130,13 +130,13 @@ def test_invalid_line_is_an_error_with_its_number(tmp_path, line):
 
 def test_tensorboard_has_the_numbers_of_every_row_kind(tmp_path):
   pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
-  with MetricsLog(tmp_path / "m.jsonl", tmp_path / "events") as log:
+  with MetricsLog(tmp_path / "m.jsonl", "tensorboard") as log:
     log.write(of_kind("request", index=0, overlap=0.5, source="sql"))
     log.write(of_kind("update", finished=1, loss=float("nan"), steps=2))
     log.write(of_kind("alarm", finished=1, active=True, text="alarm: a loop"))
     log.write(of_kind("evaluation", step=4, tasks={"sql": {"exact_match": 0.5}}))
     log.write(of_kind("summary", wall_seconds=2.0))
-  found = scalars(tmp_path / "events")
+  found = scalars(tmp_path / "tensorboard")
   assert found == {
     "request/index": {1: 0.0},
     "request/overlap": {1: 0.5},
@@ -152,15 +152,15 @@ def test_tensorboard_has_the_numbers_of_every_row_kind(tmp_path):
 
 def test_tensorboard_hides_truncated_rows(tmp_path):
   pytest.importorskip("tensorboardX", reason="the extra [log] is not installed")
-  path, events = tmp_path / "m.jsonl", tmp_path / "events"
-  with MetricsLog(path, events) as log:
+  path = tmp_path / "m.jsonl"
+  with MetricsLog(path, "tensorboard") as log:
     for index in range(6):
       log.write(of_kind("request", index=index, overlap=0.25))
-  with MetricsLog(path, events) as log:
+  with MetricsLog(path, "tensorboard") as log:
     log.truncate(3)
     for index in range(3, 5):
       log.write(of_kind("request", index=index, overlap=0.75))
-  found = scalars(events)["request/overlap"]
+  found = scalars(tmp_path / "tensorboard")["request/overlap"]
   assert found == {1: 0.25, 2: 0.25, 3: 0.25, 4: 0.75, 5: 0.75}
 
 
@@ -186,14 +186,52 @@ def scalars(folder):
   return found
 
 
+TRACKER = """
+calls = []
+def init(project, name=None, config=None, resume="never"):
+  calls.append(("init", project, name, config, resume))
+def log(metrics, step=None):
+  calls.append(("log", step, metrics))
+def finish():
+  calls.append(("finish",))
+"""
+
+
+def test_tracker_has_the_numbers_of_every_row_kind(tmp_path, monkeypatch):
+  (tmp_path / "own_tracker.py").write_text(TRACKER)
+  monkeypatch.syspath_prepend(tmp_path)
+  run = tmp_path / "a_run"
+  run.mkdir()
+  (run / "config.json").write_text('{"learn": true}')
+  with MetricsLog(run / "metrics.jsonl", "own_tracker") as log:
+    log.write(of_kind("request", index=4, overlap=0.5, source="sql"))
+    log.write(of_kind("alarm", finished=5, active=True, text="alarm: a loop"))
+    log.write(of_kind("evaluation", step=9, tasks={"sql": {"exact_match": 0.5}}))
+  alarm = {"alarm/finished": 5, "alarm/active": True, "alarm": "alarm: a loop"}
+  assert sys.modules["own_tracker"].calls == [
+    ("init", "osd_jax", "a_run", {"learn": True}, "allow"),
+    ("log", 5, {"request/index": 4, "request/overlap": 0.5}),
+    ("log", 5, alarm),
+    ("log", 9, {"evaluation/step": 9, "evaluation/tasks/sql/exact_match": 0.5}),
+    ("finish",),
+  ]
+
+
 def test_missing_tensorboardx_error_names_the_extra(tmp_path):
   code = (
     "import sys; sys.modules['tensorboardX'] = None\n"
     "import pathlib\n"
     "from osd_jax.runs import MetricsLog\n"
     f"path = pathlib.Path({str(tmp_path)!r})\n"
-    "try: MetricsLog(path / 'm.jsonl', path / 'events')\n"
+    "try: MetricsLog(path / 'm.jsonl', 'tensorboard')\n"
     "except ImportError as error: print(error)"
   )
   out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
   assert "pip install osd-jax[log]" in out.stdout, out.stderr
+
+
+def test_tracker_without_the_interface_is_refused_before_any_file(tmp_path):
+  for name in ("json", "no_such_tracker"):
+    with pytest.raises(ImportError, match=f"OnlineConfig.tracker: received '{name}'"):
+      MetricsLog(tmp_path / "m.jsonl", name)
+  assert not list(tmp_path.iterdir())

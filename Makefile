@@ -129,6 +129,7 @@ style: $(STAMP)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/shellcheck experiments/pods/*.sh .ci/run
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/yamllint --strict -d '{extends: relaxed, rules: {line-length: {max: 110}}}' experiments/pods *.yml .*.yaml
 
 types: $(STAMP)

@@ -261,6 +261,32 @@ def test_newcomer_serves_own_models_and_reads_the_reports(
   assert "from the installation to the first answer" in printed
 
 
+@pytest.mark.slow
+def test_container_installs_the_package_and_its_extras(repository, tmp_path):
+  """Runs the pip command of the Dockerfile in a new environment, from its files."""
+  text = (repository / "Dockerfile").read_text()
+  (command,) = re.findall(r"^RUN (pip install .*)", text, flags=re.M)
+  (extras,) = re.findall(r"^ARG EXTRAS=(.*)", text, flags=re.M)
+  copied = re.findall(r"^!(.*)", (repository / ".dockerignore").read_text(), re.M)
+  for name in copied:
+    source = repository / name
+    if source.is_dir():
+      ignored = shutil.ignore_patterns("__pycache__")
+      shutil.copytree(source, tmp_path / name, symlinks=True, ignore=ignored)
+    else:
+      shutil.copy(source, tmp_path / name)
+  check_call([sys.executable, "-m", "venv", str(tmp_path / "new")])
+  bin_folder = tmp_path / "new" / "bin"
+  env = {**os.environ, "EXTRAS": extras, "PATH": f"{bin_folder}:{os.environ['PATH']}"}
+  env.pop("PYTHONPATH", None)
+  check_call(["bash", "-c", command], cwd=tmp_path, env=env)
+  code = "import osd_jax.main, osd_serve.app, osd_tools.gguf, transformers, gguf"
+  elsewhere = tmp_path / "new"
+  check_call([str(bin_folder / "python"), "-c", code], cwd=elsewhere, env=env)
+  printed = check_call(["osd", "serve", "--help_config"], cwd=elsewhere, env=env)
+  assert "ServeConfig.host" in printed
+
+
 # ---- Import time, version and pins
 
 

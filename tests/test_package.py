@@ -284,7 +284,7 @@ def test_container_installs_the_package_and_its_extras(repository, tmp_path):
   elsewhere = tmp_path / "new"
   check_call([str(bin_folder / "python"), "-c", code], cwd=elsewhere, env=env)
   printed = check_call(["osd", "serve", "--help_config"], cwd=elsewhere, env=env)
-  assert "ServeConfig.host" in printed
+  assert "  host: str" in printed
 
 
 # ---- Import time, version and pins

@@ -65,6 +65,30 @@ class Slot:
     return {"tag": self.request.tag, **{name: getattr(self, name) for name in names}}
 
 
+class CallTime(NamedTuple):
+  """What a compiled call did, and the time that it took.
+
+  Attributes:
+    bucket: source length of the rows.
+    rows: rows that held a request.
+    is_sampled: whether any of them was sampled.
+    drafted: tokens that a round drafted; 0 is plain decoding.
+    by_cache: whether the n-gram cache of a mixture drafted alone.
+    rounds: its rounds.
+    milliseconds: wall time from the choice of K until its results were read.
+    prefill_ms: wall time of the prefills before it.
+  """
+
+  bucket: int
+  rows: int
+  is_sampled: bool
+  drafted: float
+  by_cache: bool
+  rounds: int
+  milliseconds: float
+  prefill_ms: float
+
+
 class RowProgress(NamedTuple):
   """RowProgress of the rows, read back after a call; all [B] int32 but the tokens.
 
@@ -116,6 +140,7 @@ class Engine:
     submitted: requests so far, in all sessions of a run that continues.
     expecting: more requests may come soon, so calls are short.
     watched_rounds: rounds of such a call, and while a request's text is watched.
+    last_call: the newest call, None before the first.
     report: called with a progress line before costs are measured.
   """
 
@@ -186,6 +211,8 @@ class Engine:
       self._memory is not None or not self.controller.is_fixed
     )
     self.watched_rounds = WATCHED_ROUNDS
+    self.last_call: CallTime | None = None
+    self._prefill_ms = 0.0  # since the last call
     self.report: Callable[[str], object] = lambda text: None
     self.clear()
 
@@ -335,7 +362,8 @@ class Engine:
     if not rows:
       return []
     started = time.perf_counter()
-    choice, max_rounds = self._choose(rows)
+    is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
+    choice, max_rounds = self._choose(rows, is_sampled)
     self._state = steps.advance(
       self._resting if choice.by_cache else self.spec,
       choice.num_draft_tokens,
@@ -344,7 +372,17 @@ class Engine:
       self._state,
       choice.prices,
     )
-    ended = self._observe(rows)
+    before, after = self._progress, read_progress(self._state, self.spec.drafter)
+    milliseconds = (time.perf_counter() - started) * 1e3
+    count, drafted = int((after.rounds - before.rounds).max()), choice.num_draft_tokens
+    if choice.prices is not None:  # the drafter decided; its longest proposal counts
+      drafted = float((after.drafted - before.drafted).max()) / max(count, 1)
+    times = milliseconds, self._prefill_ms
+    self.last_call = CallTime(
+      self._bucket, len(rows), is_sampled, drafted, choice.by_cache, count, *times
+    )
+    self._progress, self._prefill_ms = after, 0.0
+    ended = self._observe(rows, before)
     spent = (time.perf_counter() - started) * 1e3
     for _, slot in rows:
       # All rows run in the same call, so each request pays an equal share of its time.
@@ -568,6 +606,7 @@ class Engine:
     # Without waiting, the time of the prefill would be charged to the next call.
     jax.block_until_ready(state.length)
     spent = (time.perf_counter() - started) * 1e3
+    self._prefill_ms += spent
     for number, slot in slots.items():
       slot.milliseconds = slot.prefill_ms = spent / len(slots)
       slot.lacks_draft = not drafts
@@ -582,10 +621,11 @@ class Engine:
 
   # --- One call -----------------------------------------------------------------------
 
-  def _choose(self, rows: list[tuple[int, Slot]]) -> tuple[Choice, int]:
+  def _choose(
+    self, rows: list[tuple[int, Slot]], is_sampled: bool
+  ) -> tuple[Choice, int]:
     """Chooses K and the number of rounds, and prepares an idle draft."""
     chunks, prefills = self._missing(rows)
-    is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
     undrafted = [number for number, slot in rows if not slot.request.speculative]
     numbers = [number for number, _ in rows]
     choice = self.controller.choose(
@@ -621,11 +661,9 @@ class Engine:
       slot.lacks_draft = False
     self._state = steps.catch_up(self.spec, self.served, self._state)
 
-  def _observe(self, rows: list[tuple[int, Slot]]) -> list[int]:
-    """Reads the progress of a call, informs the controller, and returns ended rows."""
-    assert self._state is not None
-    before = self._progress
-    self._progress = after = read_progress(self._state, self.spec.drafter)
+  def _observe(self, rows: list[tuple[int, Slot]], before: RowProgress) -> list[int]:
+    """Informs the controller about a call, and returns the rows that ended."""
+    after = self._progress
     self.controller.observe(
       RoundResult(
         rounds=int((after.rounds - before.rounds).max()),

@@ -16,7 +16,6 @@ The path of a request through the calls:
 
 import dataclasses
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
+from osd_jax.costs import measure
 from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import accept, drafters, sampling
 from osd_jax.decoding import state as state_lib
@@ -47,7 +47,8 @@ class Slot:
     request: the request.
     prompt: its padded prompt.
     number: see `Finished.number`.
-    milliseconds: wall time of its prefill and of its share of the calls.
+    milliseconds: wall time of its prefill and of its share of the calls, without
+      compiling.
     lacks_draft: the draft has not been prefilled for it.
     prefill_ms: wall time of its prefill.
   """
@@ -361,7 +362,7 @@ class Engine:
     rows = self._occupied()
     if not rows:
       return []
-    started = time.perf_counter()
+    watch = measure.Stopwatch()
     is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
     choice, max_rounds = self._choose(rows, is_sampled)
     self._state = steps.advance(
@@ -373,7 +374,7 @@ class Engine:
       choice.prices,
     )
     before, after = self._progress, read_progress(self._state, self.spec.drafter)
-    milliseconds = (time.perf_counter() - started) * 1e3
+    milliseconds = watch.ms
     count, drafted = int((after.rounds - before.rounds).max()), choice.num_draft_tokens
     if choice.prices is not None:  # the drafter decided; its longest proposal counts
       drafted = float((after.drafted - before.drafted).max()) / max(count, 1)
@@ -383,7 +384,7 @@ class Engine:
     )
     self._progress, self._prefill_ms = after, 0.0
     ended = self._observe(rows, before)
-    spent = (time.perf_counter() - started) * 1e3
+    spent = watch.ms
     for _, slot in rows:
       # All rows run in the same call, so each request pays an equal share of its time.
       slot.milliseconds += spent / len(rows)
@@ -588,7 +589,7 @@ class Engine:
 
   def _prefill(self, slots: Mapping[int, Slot]) -> None:
     """Prefills requests into their slots, in one call."""
-    started = time.perf_counter()
+    watch = measure.Stopwatch()
     assert self._state is not None
     # A short prompt costs no more next to a long one in flight.
     bucket = max(self._bucket_of(slot.request) for slot in slots.values())
@@ -605,7 +606,7 @@ class Engine:
     self._state = state
     # Without waiting, the time of the prefill would be charged to the next call.
     jax.block_until_ready(state.length)
-    spent = (time.perf_counter() - started) * 1e3
+    spent = watch.ms
     self._prefill_ms += spent
     for number, slot in slots.items():
       slot.milliseconds = slot.prefill_ms = spent / len(slots)

@@ -10,7 +10,9 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import os
 import re
+import sys
 import tokenize
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -232,6 +234,10 @@ class _Settings:
     """Makes the functions and classes of a user's module available as @NAME()."""
     if statement.module.startswith("__gin__"):
       raise ConfigError(f"{place}: configs are registered already; remove this line.")
+    if (
+      os.getcwd() not in sys.path
+    ):  # `python -m` searches it, a console script does not
+      sys.path.append(os.getcwd())
     try:
       module = importlib.import_module(statement.module)
     except ImportError as error:

@@ -148,6 +148,7 @@ def test_prompts_come_from_arguments_files_or_standard_input(osd, tmp_path):
     assert (code, out) == (0, "ONE\nTWO\n")
     summary = (
       "loading target and draft ...\n"
+      r"the demo's model answers, which knows four topics \(maths, .*\n"
       "2 answers, 6 tokens, 2.50 tokens per target call, 100.0 tokens per second;"
       r" [\d.]+ s of loading, [\d.]+ s of compiling, 0.1 s of decoding\n"
     )

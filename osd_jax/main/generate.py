@@ -80,6 +80,12 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
     runs.check_output("--save", draft_path, needed_bytes=pair.draft_bytes)
   with server.Server(pair, decoding, config.learning, config.partition) as serving:
     loading_ms = loading.ms
+    if config.pair.target == pairs.SHIPPED:
+      print(
+        "the demo's model answers, which knows four topics"
+        f" ({', '.join(examples.TOPICS)}); --target serves another",
+        file=sys.stderr,
+      )
     serving.engine.report = functools.partial(print, file=sys.stderr, flush=True)
     lines = given_prompts or (
       _from_terminal() if from_terminal else _from_standard_input()

@@ -573,17 +573,28 @@ def acceptance_per_position(requests: Sequence[Request]) -> np.ndarray:
 def print_table(table: Table, console: rich.console.Console, title: str = "") -> None:
   """Prints rows with equal keys: text left-aligned, numbers right-aligned.
 
-  Numbers are never cut: in a table that is too wide, columns become rows.
+  Nothing is cut: in a table that is too wide columns become rows, and in one that still
+  is, every row becomes a list.
   """
   if not table:
     return
   if title:
     console.print(f"\n{title}", highlight=False)
-  if sum(_widths(table).values()) + 2 * len(table[0]) > console.width:
-    table = [
-      {"": name, **{str(number): row[name] for number, row in enumerate(table)}}
-      for name in table[0]
-    ]
+  if "" not in table[0] and _width(table) > console.width:
+    rows, table = (
+      table,
+      [
+        {"": name, **{str(number): row[name] for number, row in enumerate(table)}}
+        for name in table[0]
+      ],
+    )
+    if len(rows) > 1 and _width(table) > console.width:
+      for row in rows:
+        print_table(
+          [{"": name, "value": value} for name, value in row.items()], console
+        )
+        console.print()
+      return
   grid = rich.table.Table(
     box=rich.box.SIMPLE_HEAD,
     pad_edge=False,
@@ -603,6 +614,10 @@ def print_table(table: Table, console: rich.console.Console, title: str = "") ->
   for row in table:
     grid.add_row(*map(_cell, row.values()))
   console.print(grid)
+
+
+def _width(table: Table) -> int:
+  return sum(_widths(table).values()) + 2 * len(table[0])
 
 
 def _widths(table: Table) -> dict[str, int]:

@@ -379,6 +379,17 @@ def test_short_options_win_over_files_and_need_no_quotes(written, unprepared, ca
   assert "LOG = 'log.jsonl'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+  ("name", "meant"),
+  [("runs/dem.gin", "runs/demo.gin"), ("demo.gn", ""), ("/none/x.gin", "")],
+)
+def test_mistyped_file_is_refused_with_a_suggestion(unprepared, capsys, name, meant):
+  assert cli.main(["online", f"--gin_file={name}"]) == 2
+  end = f"; did you mean {meant}?" if meant else "."
+  line = capsys.readouterr().err.strip().splitlines()[-1]
+  assert f"gin file {name!r} not found; looked in" in line and line.endswith(end)
+
+
 @pytest.mark.parametrize("command", ["certify", "offline"])
 def test_missing_file_or_that_of_another_command_is_recognized(
   command, unprepared, capsys, written

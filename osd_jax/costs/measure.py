@@ -112,16 +112,16 @@ class _Compiling(threading.local):
   def __init__(self):
     self.spans: list[tuple[float, float]] = []  # start and seconds, in order
 
-  def note(self, event: str, seconds: float, **_: Any) -> None:
+  def note(self, event: str, duration_secs: float, **_: Any) -> None:
     """Adds an event of JAX that has just ended."""
     if not event.startswith("/jax/core/compile/"):
       return
-    start = time.perf_counter() - seconds
+    start = time.perf_counter() - duration_secs
     # A function that is traced inside another one ends first.
     while self.spans and self.spans[-1][0] >= start:
       self.total -= self.spans.pop()[1]
-    self.spans.append((start, seconds))
-    self.total += seconds
+    self.spans.append((start, duration_secs))
+    self.total += duration_secs
 
 
 _compiling = _Compiling()

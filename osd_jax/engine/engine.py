@@ -373,6 +373,7 @@ class Engine:
       self._state,
       choice.prices,
     )
+    assert self._state is not None
     before, after = self._progress, read_progress(self._state, self.spec.drafter)
     milliseconds = watch.ms
     count, drafted = int((after.rounds - before.rounds).max()), choice.num_draft_tokens

@@ -199,7 +199,14 @@ class _Settings:
           return path
       folders = ", ".join(str(folder.absolute()) for folder in self._folders)
       what = "is a folder" if any(p.is_dir() for p in paths) else "not found"
-      raise ConfigError(f"gin file {name!r} {what}; looked in {folders}.")
+      near = {
+        str(Path(name).parent / path.name)
+        for folder in self._folders
+        for path in (folder / name).parent.glob("*.gin")
+      }
+      names = difflib.get_close_matches(name, near, 1, 0.8)
+      meant = f"; did you mean {names[0]}?" if names else "."
+      raise ConfigError(f"gin file {name!r} {what}; looked in {folders}{meant}")
     except OSError as error:
       raise ConfigError(f"gin file {name[:80]!r}: {error.strerror}.") from None
 

@@ -107,7 +107,7 @@ class Job:
 
 
 class Turn(NamedTuple):
-  """One turn of the serving thread: what it emitted, and how long it took.
+  """One turn of the serving thread: its tokens and its time.
 
   Attributes:
     tokens: emitted tokens, and those of the prompts that were prefilled.

@@ -134,7 +134,7 @@ def compiling_ms() -> float:
 
 
 class Stopwatch:
-  """Measures the time of a piece of code, without what it spends on compiling."""
+  """Measures time, except that of compiling."""
 
   def __init__(self):
     """Starts."""

@@ -85,7 +85,7 @@ class PlainRounds:
     return call.rounds * step_ms + table.call_ms
 
   def again(self, call: "CallTime", rounds: int) -> float:
-    """Times plain calls, with as many rows as a call; returns time / time at the start.
+    """Times plain calls with the rows of a call; returns time / time at the start.
 
     Requests in flight wait.
     """

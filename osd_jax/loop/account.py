@@ -247,12 +247,12 @@ class Verdict:
 
   @property
   def over_plain(self) -> SpeedUp | None:
-    """Speed as it was served / that of plain decoding; None if unknown."""
+    """Speed of serving / that of plain decoding; None if unknown."""
     return self._speed_up("plain_ms")
 
   @property
   def over_frozen(self) -> SpeedUp | None:
-    """Speed as it was served / that of the frozen draft; None if unknown."""
+    """Speed of serving / that of the frozen draft; None if unknown."""
     return self._speed_up("frozen_ms")
 
   @property

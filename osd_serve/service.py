@@ -120,7 +120,7 @@ class ServeConfig(base.Config):
 
   @property
   def learns(self) -> bool:
-    """Whether a draft is trained; a cache adapts without, plain decoding has none."""
+    """Whether a draft is trained; a cache adapts without training."""
     return self.learn and pairs.can_learn(self.pair)
 
 

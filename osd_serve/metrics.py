@@ -37,7 +37,7 @@ _COUNTERS = {
   "osd:compilations": "programs that were compiled; constant after the start",
   "osd:update_seconds": "seconds that updates ran",
   "osd:plain_seconds": "estimate: seconds of plain decoding for the same answers",
-  "osd:decoding_seconds": "seconds that prefills and rounds of the answers took",
+  "osd:decoding_seconds": "seconds of serving that the answers took",
   "osd:traffic_shifts": "sharp changes of the first draft's overlap",
 }
 _LABELLED = {
@@ -118,11 +118,8 @@ class Metrics:
     for source in self._sources:  # so that they are shown before the first answer
       self._by_source(source, 0, 0)
 
-  def count(self, job: Job, done: Finished, now: float, plain: float) -> None:
-    """Counts a finished answer at `now`, on the clock of `Job.arrived`.
-
-    `plain` is the estimate of the seconds of plain decoding; 0 if nothing is drafted.
-    """
+  def count(self, job: Job, done: Finished, now: float) -> None:
+    """Counts a finished answer at `now`, on the clock of `Job.arrived`."""
     tokens, first = len(done.tokens), job.first_token or now
     steps = done.target_calls if done.drafted else 0
     self._add("vllm:spec_decode_num_drafts", steps)
@@ -161,8 +158,9 @@ class Metrics:
       "drafted": done.drafted,
       "by_draft": by_draft[1],
       "by_cache": by_cache[1],
-      "plain_seconds": plain,
-      "decoding_seconds": done.milliseconds / 1e3 if plain else 0.0,
+      "plain_seconds": job.plain_ms / 1e3,
+      # A server that cannot draft compares nothing.
+      "decoding_seconds": job.decoding_ms / 1e3 if job.plain_ms else 0.0,
     }
     for name in ("plain_seconds", "decoding_seconds"):
       self._add(f"osd:{name}", figures[name])

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,8 +59,8 @@ class Job:
     text: its text so far.
     is_cancelled: nobody waits for it any more.
     emitted: tokens so far.
-    plain_steps: plain steps that these tokens would have taken, by rows in use: a call
-      adds the tokens that it emitted for this job, divided by these rows.
+    decoding_ms: its share of the time of all turns so far.
+    plain_ms: the same if nothing had been drafted, see `rating`.
     arrived: clock at its arrival; `admitted` and `first_token` are 0 until then.
   """
 
@@ -77,7 +77,7 @@ class Job:
     self.index, self.prompt = index, prompt
     self.text = TextSoFar(decode, prompt.stop)
     self.is_cancelled, self.emitted = False, 0
-    self.plain_steps: Counter[int] = Counter()
+    self.decoding_ms = self.plain_ms = 0.0
     self._counted = 0
     self.arrived, self.admitted, self.first_token = time.perf_counter(), 0.0, 0.0
     self.request = Request(
@@ -104,6 +104,23 @@ class Job:
     """Returns the number of tokens that were emitted since the last call of this."""
     new, self._counted = max(self.emitted - self._counted, 0), self.emitted
     return new
+
+
+class Turn(NamedTuple):
+  """One turn of the serving thread: its tokens and its time.
+
+  Attributes:
+    tokens: emitted tokens, and those of the prompts that were prefilled.
+    emitted: job -> its new tokens, for every job that has some.
+    milliseconds: wall time of admission, prefill, call and delivery, but not of
+      waiting for requests.
+    ends: whether an answer ended.
+  """
+
+  tokens: int
+  emitted: Mapping[Job, int]
+  milliseconds: float
+  ends: bool = False
 
 
 class Call:
@@ -178,17 +195,21 @@ class Scheduler:
     server: Server,
     max_waiting: int,
     on_finished: Callable[[Job, Finished], object],
-    on_call: Callable[[int], object] = lambda tokens: None,
+    on_turn: Callable[[Turn], object] = lambda turn: None,
+    between: Callable[[], object] = lambda: None,
   ):
     """Starts nothing yet; only the serving thread uses the server after `start`.
 
     `max_waiting` jobs may wait while all rows are taken. On the serving thread,
     `on_finished` is called with every finished answer that was not cancelled, before
-    its client receives it; and `on_call` after every compiled call with the tokens that
-    it emitted, and those of the prompts that were prefilled before it.
+    its client receives it; `on_turn` after every compiled call that emitted tokens,
+    before that; and `between` between two calls.
     """
     self._server, self._max_waiting = server, max_waiting
-    self._on_finished, self._on_call = on_finished, on_call
+    self._on_finished, self._on_turn, self._between = on_finished, on_turn, between
+    self._began = self._delivery = (
+      0.0  # start of the turn; seconds of the last delivery
+    )
     self._waiting: deque[tuple[Call, Job]] = deque()
     self._running: dict[Job, Call] = {}
     self._changed = threading.Condition()
@@ -299,12 +320,17 @@ class Scheduler:
   def _serve(self, step: Callable[[], Any]) -> None:
     failure: BaseException = DrainingError("the server has stopped")
     try:
-      while step() is not None:
+      while self._turn(step) is not None:
         self._run_functions()
+        self._between()
     except BaseException as error:
       self._failure = failure = error
       logging.getLogger(__name__).exception("the serving thread has failed")
     self._fail_all(failure)
+
+  def _turn(self, step: Callable[[], Any]) -> Any:
+    self._began = time.perf_counter()
+    return step()
 
   # --- The source of the loop, on the serving thread ----------------------------------
 
@@ -319,6 +345,7 @@ class Scheduler:
           self._waiting or self._running or self._functions or self._is_stopped
         ):
           self._changed.wait()
+          self._began = time.perf_counter()
         if self._is_stopped:
           return
         request = None
@@ -368,7 +395,8 @@ class Scheduler:
     """Sends new pieces of text and finished answers to their clients."""
     news: list[tuple[Call, Event]] = []
     results = {answer.request.tag: answer for answer in answers}
-    self._count(results)
+    started = time.perf_counter()
+    self._count(results, (started - self._began + self._delivery) * 1e3)
     for job, call in list(self._running.items()):
       done = results.get(job)
       if job.is_cancelled:
@@ -384,21 +412,23 @@ class Scheduler:
       for job in results:
         self._running.pop(job, None)
     _post(news)
+    # Delivering is a part of the next turn: this one has been counted.
+    self._delivery = (time.perf_counter() - started) if self._running else 0.0
 
-  def _count(self, results: Mapping[Job, Finished]) -> None:
+  def _count(self, results: Mapping[Job, Finished], milliseconds: float) -> None:
     """Counts the tokens that each row emitted in the last call."""
     tokens, new = 0, {}
     for job in self._running:
-      is_first = not job.plain_steps
+      is_first = not job.decoding_ms
       if job in results:
         job.emitted = len(results[job].tokens)
       if count := job.take_new():
         new[job] = count
         tokens += count + (len(job.request.tokens) if is_first else 0)
-    for job, count in new.items():
-      job.plain_steps[len(new)] += count / len(new)
+    for job in new:
+      job.decoding_ms += milliseconds / len(new)
     if new:
-      self._on_call(tokens)
+      self._on_turn(Turn(tokens, new, milliseconds, bool(results)))
 
   def _fail_all(self, failure: BaseException) -> None:
     """Tells every client that there will be no answer."""

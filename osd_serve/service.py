@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import numpy as np
 
 from osd_jax import background, base, pairs, runs, sharding
-from osd_jax.costs.table import RoundCosts
 from osd_jax.data import chat
 from osd_jax.distillation.learner import LearningConfig
 from osd_jax.engine import agreement, generation_config, measurement, server
@@ -30,11 +29,13 @@ from osd_jax.engine.requests import (
 from osd_jax.loop.loop import Loop, Settings
 from osd_serve import protocol
 from osd_serve.metrics import Metrics, finish_reason
+from osd_serve.rating import Rating
 from osd_serve.scheduler import (
   Call,
   Event,
   Job,
   Scheduler,
+  Turn,
   first_line,
 )
 
@@ -147,9 +148,9 @@ class Service:
     vocabulary = self.server.pair.vocabulary
     # /v1/completions continues the text as it is; only a chat has a template.
     self._untemplated = dataclasses.replace(vocabulary, template=None)
-    self._plain: dict[int, RoundCosts] = {}
+    self._rating: Rating | None = None
     self.scheduler = Scheduler(
-      self.server, config.places, self._finished, self.metrics.called
+      self.server, config.places, self._finished, self._turned, self._between
     )
     self.loop = self._make_loop(directory)
     self.loop.log.on_row = self.metrics.row
@@ -332,16 +333,12 @@ class Service:
     agreement.emitted_log_probs(pair.target, pair.target_params, answer.batch)
     if pair.draft is not None:
       engine = self.server.engine
-      buckets = engine.config.source_lengths
-      seconds = PLAIN_SECONDS / len(buckets)
-      self._plain = {
-        bucket: measurement.measure(engine, bucket, seconds, is_plain=True)
-        for bucket in buckets
-      }
+      plain = measurement.PlainRounds(engine, PLAIN_SECONDS)
       # Clients wait for every round of a slow target, so its calls are short.
-      step_ms = min(costs.rounds().item() for costs in self._plain.values())
+      step_ms = min(costs.rounds()[0, 0] for costs in plain.tables.values())
       rounds = math.ceil(CALL_MS / step_ms)
       engine.watched_rounds = min(rounds, engine.watched_rounds)
+      self._rating = Rating(plain, engine.watched_rounds)
 
   def _salt(self, text: str | None) -> int:
     """Returns the salt of cache entries, 64 bits, for a request's `cache_salt`."""
@@ -357,17 +354,17 @@ class Service:
     sources = ["draft"] if pair.draft is not None and not is_cache else []
     return [*sources, *["cache"] * (is_cache or self.config.decoding.cache_tokens > 0)]
 
-  def _plain_seconds(self, job: Job, prefill_ms: float) -> float:
-    """Estimates the seconds of plain decoding for an answer; 0 without a draft."""
-    if not self._plain:
-      return 0.0
-    bucket = self.config.decoding.bucket(len(job.request.tokens))
-    costs, sampled = self._plain[bucket], job.request.sampling.needs_sampling
-    # A call has this many rounds at most, because every request is watched.
-    call_ms = costs.call_ms / self.server.engine.watched_rounds
-    steps = job.plain_steps.items()
-    ms = sum(count * (costs.rounds(sampled, n).item() + call_ms) for n, count in steps)
-    return (prefill_ms + ms) / 1e3
+  def _turned(self, turn: Turn) -> None:
+    """Counts a turn; on the serving thread."""
+    self.metrics.called(turn.tokens)
+    call = self.server.engine.last_call
+    if self._rating is not None and call is not None:
+      self._rating.add(turn, call)
+
+  def _between(self) -> None:
+    """Times plain decoding again if it is due; on the serving thread."""
+    if self._rating is not None:
+      self._rating.time_again()
 
   def _log_probs(self, ask: protocol.Ask, done: Finished) -> dict[str, Any]:
     pair = self.server.pair
@@ -376,8 +373,7 @@ class Service:
 
   def _finished(self, job: Job, done: Finished) -> None:
     """Counts an answer; on the serving thread."""
-    plain = self._plain_seconds(job, done.prefill_ms)
-    self.metrics.count(job, done, time.perf_counter(), plain)
+    self.metrics.count(job, done, time.perf_counter())
 
 
 def _size(text: str) -> int:

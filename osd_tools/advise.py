@@ -18,7 +18,7 @@ from osd_jax.costs.table import Costs
 from osd_jax.data.batches import EncodedExample
 from osd_jax.data.examples import TaskConfig, TaskExamples
 from osd_jax.distillation.learner import LearningConfig
-from osd_jax.distillation.schedule import WorthConfig
+from osd_jax.distillation.schedule import ScheduleConfig, WorthConfig
 from osd_jax.distillation.update import UpdateConfig
 from osd_jax.engine import measurement
 from osd_jax.engine.requests import AdaptiveConfig, DecodingConfig, SamplingConfig
@@ -35,6 +35,7 @@ PLAIN, CACHE = "plain decoding", "cache"
 FROZEN, LEARNED = "draft", "draft that learns"
 AT_MOST = " + cache, at most"
 WORTH_A_TRY = 1.03  # of the best measured speed: from there on a mixture is named
+EVERY = 4  # answers per update where the schedule made none
 FOREIGN = 0.9  # share of the target's own tokens below which a log is another model's
 
 # Updates only where they pay.
@@ -113,6 +114,13 @@ def advise(
   drafted = max(costs.online.num_draft_tokens)
   with progress.bar(console) as bar:
     courses = _courses(config, pair, answers, costs, drafted, bar)
+    forced = ""
+    if not courses[LEARNED].updates:  # that says nothing about what an update gains
+      schedule = ScheduleConfig(update_interval=min(EVERY, max(len(answers) // 4, 1)))
+      learning = dataclasses.replace(config.learning, schedule=schedule)
+      tried = dataclasses.replace(config, learning=learning)
+      forced = untried(config.learning.schedule, schedule)
+      courses |= _learned(tried, pair, answers, costs, drafted, bar, courses[CACHE])
   serving.close()
   rows = [
     {"system": name, **figures(course, costs, name)} for name, course in courses.items()
@@ -124,7 +132,7 @@ def advise(
     log.truncate(0)
     log.write_all(tool_rows.Advice(**row) for row in rows)
     later = by_its_end(courses[FROZEN], courses[LEARNED], drafted)
-    notes = [*settings_for(rows), later, own_share(answers), left_out]
+    notes = [*settings_for(rows), forced, later, own_share(answers), left_out]
     log.write_all(rows_lib.Note(text=text) for text in notes if text)
     log.write_all(_by_answer(courses))
   return rows
@@ -135,15 +143,14 @@ def read_log(
 ) -> tuple[list[EncodedExample], str]:
   """Reads the first answers of the log that fit, in its order.
 
-  Returns them, and a sentence about rows that were left out or cut, "" if there are
-  none.
+  Returns them, and sentences about the rows that are used, left out or cut.
 
   Raises:
     InputError: no answer can be used.
   """
   task = TaskExamples(config.log, pair.vocabulary)
   source, target = config.decoding.source_lengths[-1], config.decoding.target_length
-  answers, unfit, cut = [], 0, 0
+  answers, unfit, cut, number = [], 0, 0, 0
   for number in range(len(task)):
     prompt, answer = task.tokens(number)
     if len(prompt) > source or len(answer) < 2:  # an end-of-sequence is no answer
@@ -165,7 +172,12 @@ def read_log(
     f"{cut} answer(s) are cut to {target} tokens": cut,
   }
   parts = [text for text, count in reasons.items() if count]
-  return answers, f"Of the log: {'; '.join(parts)}." if parts else ""
+  used = f"{len(answers)} of {len(task)} answers of the log are replayed"
+  if number + 1 < len(task):
+    used += ", the first ones; AdviseConfig.count sets their number"
+  if parts:
+    used += f". Of the log: {'; '.join(parts)}"
+  return answers, f"{used}."
 
 
 def scored(
@@ -226,6 +238,11 @@ def by_its_end(frozen: replay.Course, learned: replay.Course, drafted: int) -> s
 
   The mean over a log counts the answers before the draft had adapted.
   """
+  if not learned.updates:
+    return (
+      f"No update was made in {len(learned.right)} answer(s), so nothing is known about"
+      " learning; advise on a longer log."
+    )
   half = slice(len(learned.right) // 2, None)
   if half.start == 0:
     return ""
@@ -237,6 +254,17 @@ def by_its_end(frozen: replay.Course, learned: replay.Course, drafted: int) -> s
     f" {ours:.2f} tokens per call with K = {drafted}, {ours - floor:+.2f} over the"
     " draft as it is. More traffic of the same kind should gain about as much; topics"
     " that the log lacks are not covered."
+  )
+
+
+def untried(schedule: Any, forced: ScheduleConfig) -> str:
+  """Says that the schedule made no update, and which one was replayed instead."""
+  return (
+    f"{type(schedule).__name__} made no update on these answers. To know what learning"
+    " gains, the draft that learns was replayed with an update every"
+    f" {forced.update_interval} answers, whose time is counted. To learn like that, set"
+    " LearningConfig.schedule = @ScheduleConfig() and ScheduleConfig.update_interval ="
+    f" {forced.update_interval}."
   )
 
 
@@ -277,6 +305,27 @@ def _courses(
   shown: Any,
 ) -> dict[str, replay.Course]:
   nothing = [np.zeros((1, int(row.mask.sum())), bool) for row in answers]
+  frozen = replay.frozen(pair.draft, pair.draft_params, answers, drafted)
+  size = config.decoding.cache_tokens or CACHE_TOKENS
+  cache = replay.cache(pair.target, answers, drafted, size)
+  return {
+    PLAIN: replay.Course(np.zeros(len(answers)), tuple(nothing)),
+    CACHE: cache,
+    FROZEN: frozen,
+    FROZEN + AT_MOST: frozen.either(cache),
+    **_learned(config, pair, answers, costs, drafted, shown, cache),
+  }
+
+
+def _learned(
+  config: AdviseConfig,
+  pair: pairs.Pair,
+  answers: Sequence[base.DistillationBatch],
+  costs: Costs,
+  drafted: int,
+  shown: Any,
+  cache: replay.Course,
+) -> dict[str, replay.Course]:
   task = shown.add_task("replay", total=len(answers), figures="")
   learned = replay.learned(
     pair,
@@ -286,17 +335,7 @@ def _courses(
     costs=costs,
     on_answer=lambda overlap, learner: shown.advance(task),
   )
-  frozen = replay.frozen(pair.draft, pair.draft_params, answers, drafted)
-  size = config.decoding.cache_tokens or CACHE_TOKENS
-  cache = replay.cache(pair.target, answers, drafted, size)
-  return {
-    PLAIN: replay.Course(np.zeros(len(answers)), tuple(nothing)),
-    CACHE: cache,
-    FROZEN: frozen,
-    LEARNED: learned,
-    FROZEN + AT_MOST: frozen.either(cache),
-    LEARNED + AT_MOST: learned.either(cache),
-  }
+  return {LEARNED: learned, LEARNED + AT_MOST: learned.either(cache)}
 
 
 def _by_answer(courses: dict[str, replay.Course]) -> list[rows_lib.Replayed]:

@@ -10,6 +10,7 @@ import tiny_online
 from osd_jax import base, pairs, runs
 from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.data.examples import TaskConfig
+from osd_jax.distillation.schedule import WorthConfig
 from osd_jax.engine import measurement
 from osd_jax.engine.server import Server
 from osd_tools import advise, replay
@@ -48,11 +49,17 @@ def test_the_fastest_number_of_drafted_tokens_is_found():
 
 def test_what_learning_gains_is_read_off_the_end_of_the_log():
   """The draft is right about nothing at first, and about everything at the end."""
-  never, adapting = course(*[[0] * 8] * 4), course(*[[0] * 8] * 2, *[[1] * 8] * 2)
+  never, adapting = (
+    course(*[[0] * 8] * 4),
+    course(*[[0] * 8] * 2, *[[1] * 8] * 2, updates=2),
+  )
   said = advise.by_its_end(never, adapting, 3)
   assert "4.00 tokens per call" in said and "+3.00 over" in said
-  assert "+0.00 over" in advise.by_its_end(never, never, 3)
-  assert advise.by_its_end(course([0] * 8), course([1] * 8), 3) == ""
+  useless = dataclasses.replace(never, updates=1)
+  assert "+0.00 over" in advise.by_its_end(never, useless, 3)
+  single = course([1] * 8, updates=1)
+  assert advise.by_its_end(course([0] * 8), single, 3) == ""
+  assert "nothing is known" in advise.by_its_end(never, never, 3)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +134,30 @@ def test_a_log_is_read_and_advice_is_reported(config, monkeypatch):
   assert "Advice" in page and advice[advise.CACHE]["system"] in page
 
 
+@pytest.mark.parametrize("made", [0, 3])
+def test_a_schedule_without_updates_is_not_taken_for_no_gain(config, monkeypatch, made):
+  """ "+0.00" came from a replay that never learned; then another schedule is tried."""
+  online, schedules = RoundCosts((1.0, 1.1, 1.2), num_draft_tokens=(0, 1, 3)), []
+  monkeypatch.setattr(measurement, "measure_run", lambda *_: Costs(online))
+
+  def learned(pair, answers, learning, *_, **__):
+    schedules.append(learning.schedule)
+    updates = made if isinstance(learning.schedule, WorthConfig) else 2
+    rights = [[0] * int(row.mask.sum()) for row in answers]
+    return course(*rights, updates=updates, slices=updates)
+
+  monkeypatch.setattr(replay, "learned", learned)
+  learning = dataclasses.replace(config.learning, schedule=WorthConfig())
+  result = advise.run(dataclasses.replace(config, learning=learning, overwrite=True))
+  rows = list(runs.read(result.path / "metrics.jsonl"))
+  notes = " ".join(row["text"] for row in rows if row["kind"] == "note")
+  assert ("WorthConfig made no update" in notes) == (not made)
+  assert len(schedules) == 1 + (not made)
+  assert "10 of 12 answers of the log are replayed, the first ones" in notes
+  advice = {row["system"]: row for row in rows if row["kind"] == "advice"}
+  assert advice[advise.LEARNED]["updates"] == (made or 2)
+
+
 def test_a_log_of_another_model_is_noticed():
   rows = [
     base.DistillationBatch(
@@ -163,12 +194,13 @@ def test_rows_that_are_left_out_or_cut_are_counted(config, tmp_path):
   longest = config.decoding.target_length
   assert [len(one.reference) <= longest for one in found] == [True, True]
   assert said == (
-    "Of the log: 1 row(s) cannot be read; 2 row(s) have no answer, or a prompt of more"
+    "2 of 4 answers of the log are replayed. Of the log: 1 row(s) cannot be read;"
+    " 2 row(s) have no answer, or a prompt of more"
     f" than {tiny_online.SOURCE} tokens; 1 answer(s) are cut to {longest} tokens."
   )
   path.write_text(lines[0])
   _, said = advise.read_log(dataclasses.replace(config, log=named), pair)
-  assert said == ""
+  assert said == "1 of 1 answers of the log are replayed."
 
 
 def test_a_log_without_answers_is_refused_in_one_line(config, tmp_path):

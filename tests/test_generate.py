@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import io
 import json
+import re
 import signal
 import sys
 import types
@@ -25,6 +26,7 @@ class Counts:
   tokens: int = 0
   tokens_per_target_call: float = 2.5
   tokens_per_second: float = 100.0
+  milliseconds: float = 60.0
 
 
 class FakeVocabulary:
@@ -144,10 +146,13 @@ def test_prompts_come_from_arguments_files_or_standard_input(osd, tmp_path):
   ):
     code, out, errors, _ = osd(*words, typed=typed)
     assert (code, out) == (0, "ONE\nTWO\n")
-    assert errors == (
+    summary = (
       "loading target and draft ...\n"
-      "2 answers, 6 tokens, 2.50 tokens per target call, 100 tokens per second\n"
+      r"the demo's model answers, which knows four topics \(maths, .*\n"
+      "2 answers, 6 tokens, 2.50 tokens per target call, 100.0 tokens per second;"
+      r" [\d.]+ s of loading, [\d.]+ s of compiling, 0.1 s of decoding\n"
     )
+    assert re.fullmatch(summary, errors)
 
 
 LONG = " ".join(["word"] * 1100)

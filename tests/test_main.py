@@ -115,6 +115,28 @@ def test_functions_of_imported_modules_make_values(written, tmp_path, monkeypatc
   assert again == config
 
 
+def test_own_parts_are_imported_from_the_current_folder(tmp_path, repository):
+  """The files of docs/how_to/extend.md, by a console script, which searches others."""
+  page = (repository / "docs" / "how_to" / "extend.md").read_text()
+  for name, text in re.findall(r'```\w+ title="(\S+)"\n(.*?)```', page, re.S):
+    (tmp_path / name).write_text(text)
+  program = (
+    "import sys; sys.path.remove(''); from osd_jax import main; sys.exit(main.main())"
+  )
+  words = ["serve", "--gin_file=mine.gin", "--dry_run"]
+  environment = {**os.environ, "PYTHONPATH": str(repository)}
+  ran = subprocess.run(
+    [sys.executable, "-c", program, *words],
+    cwd=tmp_path,
+    env=environment,
+    capture_output=True,
+    text=True,
+  )
+  assert ran.returncode == 0, ran.stderr
+  assert "import myparts\n" in ran.stdout
+  assert "LossConfig.divergence = @hellinger\n" in ran.stdout
+
+
 # ---- Files
 
 
@@ -318,6 +340,54 @@ def test_bad_words_exit_with_2_and_a_suggestion(capsys, words, part):
     cli.main(words)
   assert stop.value.code == 2
   assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", commands.COMMANDS)
+def test_short_options_are_settings_of_every_command_that_has_them(command):
+  """One declaration: the option, its setting and its commands."""
+  module = importlib.import_module(commands.COMMANDS[command].module)
+  config = getattr(module, commands.COMMANDS[command].config)
+  classes = settings.configs(config)
+  for name, short in commands.SHORT.items():
+    value = {str: "some text", int: 3}[short.kind]
+    words = [str(value)] if short.is_positional else [f"--{name}", str(value)]
+    if command not in short.commands:
+      if not short.is_positional:
+        with pytest.raises(SystemExit):
+          commands.parse([command, *words])
+      continue
+    if name == "output":
+      words = ["source", *words]
+    bindings = commands.bindings_of(commands.parse([command, *words])[0])
+    setting = short.setting.format(config=config.__name__)
+    assert f"{setting}={value!r}" in bindings
+    owner, _, field = setting.partition(".")
+    assert setting == "LOG" or field in settings._fields(classes[owner])
+
+
+def test_short_options_win_over_files_and_need_no_quotes(written, unprepared, capsys):
+  file = written("PairConfig.target = 'a'\nServeConfig.port = 1")
+  words = ["--target", "it's b", "--port", "8080", "--run_directory", "runs/x"]
+  assert cli.main(["serve", f"--gin_file={file}", "--dry_run", *words]) == 0
+  text = capsys.readouterr().out
+  assert "ServeConfig.port = 8080\n" in text and 'PairConfig.target = "it\'s b"' in text
+  assert "ServeConfig.run_directory = 'runs/x'\n" in text
+  assert cli.main(["convert", "t5-small", "out.safetensors", "--dry_run"]) == 0
+  text = capsys.readouterr().out
+  assert "ConvertConfig.output = 'out.safetensors'" in text and "'t5-small'" in text
+  assert cli.main(["advise", "log.jsonl", "--dry_run"]) == 0
+  assert "LOG = 'log.jsonl'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ("name", "meant"),
+  [("runs/dem.gin", "runs/demo.gin"), ("demo.gn", ""), ("/none/x.gin", "")],
+)
+def test_mistyped_file_is_refused_with_a_suggestion(unprepared, capsys, name, meant):
+  assert cli.main(["online", f"--gin_file={name}"]) == 2
+  end = f"; did you mean {meant}?" if meant else "."
+  line = capsys.readouterr().err.strip().splitlines()[-1]
+  assert f"gin file {name!r} not found; looked in" in line and line.endswith(end)
 
 
 @pytest.mark.parametrize("command", ["certify", "offline"])

@@ -4,10 +4,12 @@ The engine supplies the calls, so this module imports no model. Calls are run in
 so that other work of the machine slows all of them alike.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 LEAST, MOST = 16, 60  # fewest and most turns
@@ -97,3 +99,49 @@ def lost_ms(
       break
   # Differences are noisy in both directions, so that the faster half would be biased.
   return max(float(np.median(losses)) * 1e3, 0.0)
+
+
+# --- Time of compiling ----------------------------------------------------------------
+
+
+class _Compiling(threading.local):
+  """Seconds in which a thread traced and compiled, without counting any twice."""
+
+  total = 0.0
+
+  def __init__(self):
+    self.spans: list[tuple[float, float]] = []  # start and seconds, in order
+
+  def note(self, event: str, duration_secs: float, **_: Any) -> None:
+    """Adds an event of JAX that has just ended."""
+    if not event.startswith("/jax/core/compile/"):
+      return
+    start = time.perf_counter() - duration_secs
+    # A function that is traced inside another one ends first.
+    while self.spans and self.spans[-1][0] >= start:
+      self.total -= self.spans.pop()[1]
+    self.spans.append((start, duration_secs))
+    self.total += duration_secs
+
+
+_compiling = _Compiling()
+jax.monitoring.register_event_duration_secs_listener(_compiling.note)
+
+
+def compiling_ms() -> float:
+  """Returns the milliseconds that this thread has spent on tracing and compiling."""
+  return _compiling.total * 1e3
+
+
+class Stopwatch:
+  """Measures time, except that of compiling."""
+
+  def __init__(self):
+    """Starts."""
+    self._started, self._compiled = time.perf_counter(), compiling_ms()
+
+  @property
+  def ms(self) -> float:
+    """Milliseconds since the start."""
+    spent = (time.perf_counter() - self._started) * 1e3
+    return max(spent - (compiling_ms() - self._compiled), 0.0)

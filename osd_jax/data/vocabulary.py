@@ -167,14 +167,17 @@ class Vocabulary:
       InputError: a conversation, without a chat template that fits it.
     """
     if self.template is None and not chat.is_plain(text):
-      advice = "without a chat template; set PairConfig.chat_template, such as 'own'"
+      advice = (
+        "expected a single text without a chat template; set"
+        " PairConfig.chat_template, such as 'own'"
+      )
       if not self.is_causal:  # it cannot have one
-        advice = "of a user for a T5; write instructions into that text"
+        advice = "but this model takes one user message; write instructions into it"
       names = [(one["role"], one.get("name", "")) for one in text.messages]
       roles = ", ".join(f"{role} {name}".strip() for role, name in names)
       raise base.InputError(
         f"encode_prompt: received a conversation of {len(text.messages)} messages"
-        f" ({roles}), expected a single text {advice}."
+        f" ({roles}), {advice}."
       )
     if not self.is_causal:
       return self.encode_with_eos(text)

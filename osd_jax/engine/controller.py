@@ -228,8 +228,8 @@ class Controller:
       prefills: prefill calls that it needs.
       undrafted: those of the rows whose requests must not draft.
     """
-    if self.is_fixed:
-      return Choice(self.candidates[0])
+    if self.is_fixed:  # a round that verifies K tokens would take longer
+      return Choice(0 if len(undrafted) == len(rows) else self.candidates[0])
     self.state = dataclasses.replace(self.state, undrafted=tuple(undrafted))
     self._table = self.costs[bucket]
     self._round_ms = self._table.rounds(is_sampled, len(rows))

@@ -16,7 +16,6 @@ The path of a request through the calls:
 
 import dataclasses
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from osd_jax import base
+from osd_jax.costs import measure
 from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import accept, drafters, sampling
 from osd_jax.decoding import state as state_lib
@@ -47,7 +47,8 @@ class Slot:
     request: the request.
     prompt: its padded prompt.
     number: see `Finished.number`.
-    milliseconds: wall time of its prefill and of its share of the calls.
+    milliseconds: wall time of its prefill and of its share of the calls, without
+      compiling.
     lacks_draft: the draft has not been prefilled for it.
     prefill_ms: wall time of its prefill.
   """
@@ -63,6 +64,30 @@ class Slot:
     """Returns the part that a checkpoint stores as JSON."""
     names = ("number", "milliseconds", "lacks_draft", "prefill_ms")
     return {"tag": self.request.tag, **{name: getattr(self, name) for name in names}}
+
+
+class CallTime(NamedTuple):
+  """What a compiled call did, and the time that it took.
+
+  Attributes:
+    bucket: source length of the rows.
+    rows: rows that held a request.
+    is_sampled: whether any of them was sampled.
+    drafted: tokens that a round drafted; 0 is plain decoding.
+    by_cache: whether the n-gram cache of a mixture drafted alone.
+    rounds: its rounds.
+    milliseconds: wall time from the choice of K until its results were read.
+    prefill_ms: wall time of the prefills before it.
+  """
+
+  bucket: int
+  rows: int
+  is_sampled: bool
+  drafted: float
+  by_cache: bool
+  rounds: int
+  milliseconds: float
+  prefill_ms: float
 
 
 class RowProgress(NamedTuple):
@@ -116,6 +141,7 @@ class Engine:
     submitted: requests so far, in all sessions of a run that continues.
     expecting: more requests may come soon, so calls are short.
     watched_rounds: rounds of such a call, and while a request's text is watched.
+    last_call: the newest call, None before the first.
     report: called with a progress line before costs are measured.
   """
 
@@ -186,6 +212,8 @@ class Engine:
       self._memory is not None or not self.controller.is_fixed
     )
     self.watched_rounds = WATCHED_ROUNDS
+    self.last_call: CallTime | None = None
+    self._prefill_ms = 0.0  # since the last call
     self.report: Callable[[str], object] = lambda text: None
     self.clear()
 
@@ -334,8 +362,9 @@ class Engine:
     rows = self._occupied()
     if not rows:
       return []
-    started = time.perf_counter()
-    choice, max_rounds = self._choose(rows)
+    watch = measure.Stopwatch()
+    is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
+    choice, max_rounds = self._choose(rows, is_sampled)
     self._state = steps.advance(
       self._resting if choice.by_cache else self.spec,
       choice.num_draft_tokens,
@@ -344,8 +373,19 @@ class Engine:
       self._state,
       choice.prices,
     )
-    ended = self._observe(rows)
-    spent = (time.perf_counter() - started) * 1e3
+    assert self._state is not None
+    before, after = self._progress, read_progress(self._state, self.spec.drafter)
+    milliseconds = watch.ms
+    count, drafted = int((after.rounds - before.rounds).max()), choice.num_draft_tokens
+    if choice.prices is not None:  # the drafter decided; its longest proposal counts
+      drafted = float((after.drafted - before.drafted).max()) / max(count, 1)
+    times = milliseconds, self._prefill_ms
+    self.last_call = CallTime(
+      self._bucket, len(rows), is_sampled, drafted, choice.by_cache, count, *times
+    )
+    self._progress, self._prefill_ms = after, 0.0
+    ended = self._observe(rows, before)
+    spent = watch.ms
     for _, slot in rows:
       # All rows run in the same call, so each request pays an equal share of its time.
       slot.milliseconds += spent / len(rows)
@@ -550,7 +590,7 @@ class Engine:
 
   def _prefill(self, slots: Mapping[int, Slot]) -> None:
     """Prefills requests into their slots, in one call."""
-    started = time.perf_counter()
+    watch = measure.Stopwatch()
     assert self._state is not None
     # A short prompt costs no more next to a long one in flight.
     bucket = max(self._bucket_of(slot.request) for slot in slots.values())
@@ -567,7 +607,8 @@ class Engine:
     self._state = state
     # Without waiting, the time of the prefill would be charged to the next call.
     jax.block_until_ready(state.length)
-    spent = (time.perf_counter() - started) * 1e3
+    spent = watch.ms
+    self._prefill_ms += spent
     for number, slot in slots.items():
       slot.milliseconds = slot.prefill_ms = spent / len(slots)
       slot.lacks_draft = not drafts
@@ -582,10 +623,11 @@ class Engine:
 
   # --- One call -----------------------------------------------------------------------
 
-  def _choose(self, rows: list[tuple[int, Slot]]) -> tuple[Choice, int]:
+  def _choose(
+    self, rows: list[tuple[int, Slot]], is_sampled: bool
+  ) -> tuple[Choice, int]:
     """Chooses K and the number of rounds, and prepares an idle draft."""
     chunks, prefills = self._missing(rows)
-    is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
     undrafted = [number for number, slot in rows if not slot.request.speculative]
     numbers = [number for number, _ in rows]
     choice = self.controller.choose(
@@ -621,11 +663,9 @@ class Engine:
       slot.lacks_draft = False
     self._state = steps.catch_up(self.spec, self.served, self._state)
 
-  def _observe(self, rows: list[tuple[int, Slot]]) -> list[int]:
-    """Reads the progress of a call, informs the controller, and returns ended rows."""
-    assert self._state is not None
-    before = self._progress
-    self._progress = after = read_progress(self._state, self.spec.drafter)
+  def _observe(self, rows: list[tuple[int, Slot]], before: RowProgress) -> list[int]:
+    """Informs the controller about a call, and returns the rows that ended."""
+    after = self._progress
     self.controller.observe(
       RoundResult(
         rounds=int((after.rounds - before.rounds).max()),

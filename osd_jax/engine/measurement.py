@@ -29,13 +29,14 @@ from osd_jax.engine.requests import DecodingConfig, SamplingConfig
 from osd_jax.engine.steps import PaddedPrompt, PromptBatch
 
 if TYPE_CHECKING:
-  from osd_jax.engine.engine import Engine
+  from osd_jax.engine.engine import CallTime, Engine
 
 CALL_SECONDS, UPDATE_SECONDS = 4.0, 4.0  # budgets; together under 10 seconds
 CALL_MS, MOST_ROUNDS = 10.0, 8  # rounds of a timed call: until it takes this long
 TEMPERATURES = (0.0, 1.0)  # of greedy and of sampled rows
 STEPS = 4  # in a timed loop of single steps
 STEP_SHARE = 0.25  # of a run's budget for calls that single steps get
+AGAIN = 3  # plain calls that are timed again while serving goes on
 TOKENS_PER_REQUEST, TOKENS_PER_ROUND = 24, 2  # assumed, to say when an update is due
 
 
@@ -49,7 +50,6 @@ def measure(
   bucket: int,
   seconds: float = CALL_SECONDS,
   sampling: SamplingConfig | None = None,
-  is_plain: bool = False,
 ) -> RoundCosts:
   """Compiles and measures the rounds of an idle engine, whose state does not change.
 
@@ -58,9 +58,46 @@ def measure(
     bucket: source length of the prompts.
     seconds: the budget, without compiling.
     sampling: of all requests; None measures greedy and sampled rows.
-    is_plain: measures plain decoding without records instead.
   """
-  return _Rows(engine, bucket, sampling, is_plain).costs(seconds)
+  return _Rows(engine, bucket, sampling).costs(seconds)
+
+
+class PlainRounds:
+  """Times plain rounds of an engine: when it starts, and again while it serves.
+
+  Attributes:
+    tables: their costs at the start, by bucket.
+  """
+
+  def __init__(self, engine: "Engine", seconds: float):
+    """Compiles and measures the rounds within a budget, without compiling."""
+    buckets = engine.config.source_lengths
+    self.tables, self._engine = {}, engine
+    for bucket in reversed(buckets):
+      # The rows of the shortest bucket are kept, because they take the least memory.
+      self._bucket, self._rows = bucket, _Rows(engine, bucket, is_plain=True)
+      self.tables[bucket] = self._rows.costs(seconds / len(buckets))
+
+  def call_ms(self, call: "CallTime") -> float:
+    """Returns what a call of plain rounds took at the start."""
+    table = self.tables[call.bucket]
+    step_ms = table.rounds(call.is_sampled, call.rows).item()
+    return call.rounds * step_ms + table.call_ms
+
+  def again(self, call: "CallTime", rounds: int) -> float:
+    """Times plain calls with the rows of a call; returns time / time at the start.
+
+    Requests in flight wait.
+    """
+    warmth, served = TEMPERATURES[call.is_sampled], self._engine.served
+    # After a call that drafted, the first one is slower than in plain decoding.
+    self._rows.plain_call(served, rounds, warmth, call.rows)
+    spent = expected = 0.0
+    for _ in range(AGAIN):
+      milliseconds, count = self._rows.plain_call(served, rounds, warmth, call.rows)
+      spent += milliseconds
+      expected += self.call_ms(call._replace(rounds=count, bucket=self._bucket))
+    return spent / expected
 
 
 def warm_up(
@@ -69,9 +106,13 @@ def warm_up(
   served: steps.Served,
   bucket: int,
   settings: base.SamplingSettings | None = None,
+  pauses: bool = True,
 ) -> state_lib.DecodeState:
-  """Compiles every call of a bucket; returns rows that hold a made-up prompt each."""
-  state, pauses = steps.empty(spec, served, bucket), spec.draft and 0 in candidates
+  """Compiles every call of a bucket; returns rows that hold a made-up prompt each.
+
+  `pauses`: the draft may rest for a while and catch up later.
+  """
+  state = steps.empty(spec, served, bucket)
   for batch in _made_up(spec, bucket, settings):
     if pauses:
       state = steps.insert_undrafted(spec, served, state, batch)
@@ -132,17 +173,17 @@ class _Rows:
     is_plain: bool = False,
   ):
     """Compiles all calls; the arguments are those of `measure`."""
-    spec, served, self._candidates = engine.spec, engine.served, engine.candidates
-    if is_plain:
-      spec = dataclasses.replace(spec, record_top_k=0, drafter=None)
-      served, self._candidates = steps.Served(served.target), (0,)
+    spec, served = engine.spec, engine.served
+    self._candidates = (0,) if is_plain else engine.candidates
+    # Whether the draft may rest for a while and catch up later.
+    self._pauses = bool(spec.draft) and 0 in self._candidates and not is_plain
     self._spec, self._served = spec, served
     settings = sampling and sampling.settings(spec.target_length)
     self._temperatures = TEMPERATURES if sampling is None else (sampling.temperature,)
     self._specs = [spec]  # by source, as in `RoundCosts.round_ms`
-    if 0 in self._candidates and spec.resting.drafter not in (None, spec.drafter):
+    if self._pauses and spec.resting.drafter not in (None, spec.drafter):
       self._specs.append(spec.resting)
-    self.state = warm_up(spec, self._candidates, served, bucket, settings)
+    self.state = warm_up(spec, self._candidates, served, bucket, settings, self._pauses)
     self._batch = next(_made_up(spec, bucket, settings))
     # On one CPU, rows without a request take hardly any time.
     is_one_cpu = native.forms() and spec.partitioner is None
@@ -180,7 +221,7 @@ class _Rows:
           calls[source, temperature, in_use, k] = functools.partial(
             self.rounds, k, temperature, in_use, source
           )
-    if spec.draft is not None and 0 in self._candidates:
+    if self._pauses:
       lag = min(drafters.CHUNK + 1, spec.target_length)
       calls["nothing"] = functools.partial(self.feed, 0)
       calls["chunk"] = functools.partial(self.feed, lag)
@@ -244,6 +285,17 @@ class _Rows:
     # A row may finish, which ends the call, so the rounds are counted.
     count = int(np.max(self.state.counters.rounds - before))
     return (spent - float(np.median(self._idle or 0.0))) / max(count, 1)
+
+  def plain_call(
+    self, served: steps.Served, rounds: int, warmth: float, in_use: int
+  ) -> tuple[float, int]:
+    """Times a plain call of the first rows; returns its milliseconds and rounds."""
+    self._served = served  # the parameters may have been replaced since
+    self._rewind(0, warmth, in_use)
+    before = np.asarray(self.state.counters.rounds)
+    spent = self._advance(0, rounds)
+    # A row that ends, ends the call.
+    return spent, int(np.max(self.state.counters.rounds - before))
 
   def insert(self) -> float:
     """Times the prefill of a row; a call prefills one in every part."""

@@ -54,7 +54,7 @@ class Statistics:
     target_calls: verifications.
     drafted: drafted tokens that were judged.
     accepted: drafted tokens that were accepted.
-    milliseconds: time of prefills and calls.
+    milliseconds: time of prefills and calls, without compiling.
     updates: updates of the draft.
   """
 

@@ -2,7 +2,8 @@
 
 The verdict is measured. Some requests, chosen at random, are served again by plain
 decoding and by the frozen draft. Each topic's mean time per token, weighted with all
-tokens of the topic, says what these would have taken for the whole stream.
+tokens of the topic, says what these would have taken for the whole stream. Few requests
+say it roughly, so a speed-up has an interval, and only one that excludes 1 is a result.
 """
 
 import dataclasses
@@ -105,21 +106,107 @@ class Account:
 # --- Whether learning paid ----------------------------------------------------------
 
 
+CONFIDENCE = 0.99
+FEWEST = 10  # compared requests; times of fewer may be alike by chance
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedUp:
+  """How many times as fast as something else; surely between `low` and `high`."""
+
+  value: float
+  low: float
+  high: float
+  requests: int  # compared ones
+
+  @property
+  def is_certain(self) -> bool:
+    """Whether the interval excludes 1."""
+    return not self.low <= 1 <= self.high
+
+  @property
+  def is_even(self) -> bool:
+    """Whether the interval shows that there is hardly a difference."""
+    return 1 / EVEN < self.low <= 1 <= self.high < EVEN
+
+  @property
+  def interval(self) -> str:
+    """Between which factors it lies."""
+    return f"surely {self.low:.2f}x to {self.high:.2f}x"
+
+  @property
+  def text(self) -> str:
+    """The factor with its interval."""
+    text = f"{self.value:.2f}x"
+    return text if math.isinf(self.high) else f"{text}, {self.interval}"
+
+  @property
+  def too_few(self) -> str:
+    """Says that the interval includes 1."""
+    verb = "is" if self.requests == 1 else "are"
+    return f"{counted(self.requests, 'compared request')} {verb} too few to say"
+
+  @classmethod
+  def of(cls, value: float, spread: float, freedom: int, requests: int) -> "SpeedUp":
+    """Returns a factor with its standard error, estimated with degrees of freedom."""
+    from scipy.special import stdtrit  # a dependency of jax
+
+    if requests < FEWEST or freedom < 1:
+      return cls(value, 0.0, math.inf, requests)
+    margin = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * spread
+    return cls(value, max(value - margin, 0.0), value + margin, requests)
+
+
+EVEN = 1.05  # two speeds that surely differ by less are called equal
+
+
+def counted(number: int, noun: str) -> str:
+  """Returns "1 request" or "2 requests"."""
+  return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+  """Sums over compared requests, for a mean time per token and its spread."""
+
+  ms: float = 0.0
+  ms_squared: float = 0.0
+  ms_tokens: float = 0.0
+
+  def add(self, tokens: int, ms: float) -> "Sums":
+    """Adds a request."""
+    return Sums(self.ms + ms, self.ms_squared + ms * ms, self.ms_tokens + ms * tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class Topic:
   """Sums over the requests of a topic.
 
   Attributes:
     tokens: emitted tokens of all requests.
-    compared: emitted tokens of those that were served again.
-    plain_ms: time that plain decoding took for these.
-    frozen_ms: time that the frozen draft took for these.
+    requests: number of those that were served again.
+    compared: their emitted tokens.
+    squared: sum of the squares of these.
+    plain_ms: time that plain decoding took for them.
+    frozen_ms: time that the frozen draft took for them.
   """
 
   tokens: int = 0
+  requests: int = 0
   compared: int = 0
-  plain_ms: float = 0.0
-  frozen_ms: float = 0.0
+  squared: float = 0.0
+  plain_ms: Sums = Sums()
+  frozen_ms: Sums = Sums()
+
+  def token_ms(self, name: str) -> float:
+    """Mean time per token."""
+    return getattr(self, name).ms / self.compared
+
+  def variance(self, name: str) -> float:
+    """Sum of squares around that mean."""
+    sums, mean = getattr(self, name), self.token_ms(name)
+    squares = sums.ms_squared - 2 * mean * sums.ms_tokens + mean**2 * self.squared
+    return max(squares, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +246,16 @@ class Verdict:
     return self._estimated("frozen_ms")
 
   @property
+  def over_plain(self) -> SpeedUp | None:
+    """Speed of serving / that of plain decoding; None if unknown."""
+    return self._speed_up("plain_ms")
+
+  @property
+  def over_frozen(self) -> SpeedUp | None:
+    """Speed of serving / that of the frozen draft; None if unknown."""
+    return self._speed_up("frozen_ms")
+
+  @property
   def ahead_since(self) -> int | None:
     """Number of requests after which learning stayed ahead of both; None if never."""
     return None if self.behind == self.requests else self.behind + 1
@@ -176,22 +273,48 @@ class Verdict:
 
   def sentence(self) -> str:
     """Returns the verdict in words; "" if no request was compared."""
-    plain, frozen = self.plain_ms, self.frozen_ms
-    if plain is None or frozen is None or not self.served_ms:
+    plain, frozen = self.over_plain, self.over_frozen
+    if plain is None or frozen is None:
       return ""
-    seconds = [ms / 1e3 for ms in (self.served_ms, plain, frozen)]
-    serving, behind = "serving with learning", "learning has not paid"
-    if not self.updates:
-      serving, behind = "serving", "no draft was trained"
-    since = f"ahead of both since request {self.ahead_since}"
-    ahead = since if self.ahead_since else behind
+    serving = "serving with learning" if self.updates else "serving"
+    seconds = [self.served_ms / 1e3 * x for x in (1.0, plain.value, frozen.value)]
+    rival = f", the frozen draft {seconds[2]:.1f} s ({frozen.text})"
     return (
-      f"Measured over all {self.requests} requests: {serving} took"
+      f"Measured over all {counted(self.requests, 'request')}: {serving} took"
       f" {seconds[0]:.1f} s, waiting for updates included. Plain decoding would have"
-      f" taken {seconds[1]:.1f} s ({plain / self.served_ms:.2f}x plain), the frozen"
-      f" draft {seconds[2]:.1f} s ({frozen / self.served_ms:.2f}x the frozen draft), as"
-      f" {self.compared} requests chosen at random show; {ahead}."
+      f" taken {seconds[1]:.1f} s ({plain.text}){rival if self.updates else ''}, by"
+      f" {counted(self.compared, 'request')} chosen at random;"
+      f" {self._conclusion(plain, frozen)}."
     )
+
+  def _conclusion(self, plain: SpeedUp, frozen: SpeedUp) -> str:
+    if not self.updates:
+      return "no draft was trained"
+    if min(plain.low, frozen.low) > 1:
+      since = f" since request {self.ahead_since}" if self.ahead_since else ""
+      return f"ahead of both{since}"
+    if min(plain.high, frozen.high) < 1:
+      return "learning has not paid"
+    return f"{frozen.too_few} whether learning paid"
+
+  def _speed_up(self, name: str) -> SpeedUp | None:
+    rival_ms = self._estimated(name)
+    if not rival_ms or not self.served_ms:
+      return None
+    topics = [topic for topic in self.topics.values() if topic.compared]
+    share = sum(topic.tokens for topic in self.topics.values()) / sum(
+      topic.tokens for topic in topics
+    )
+    freedom = self.compared - len(topics)
+    # The pooled spread of a token's time; a topic with one request has none of its own.
+    squares = sum(topic.variance(name) for topic in topics) / max(freedom, 1)
+    squared = sum(
+      topic.requests * (share * topic.tokens / topic.compared) ** 2 for topic in topics
+    )
+    # The times of serving itself spread as much.
+    spread = math.sqrt(squares * (squared + self.requests)) / self.served_ms
+    value = rival_ms / self.served_ms
+    return SpeedUp.of(value, spread, freedom, self.compared)
 
   def _estimated(self, name: str) -> float | None:
     """Each topic's measured time per token, times all its tokens."""
@@ -200,9 +323,9 @@ class Verdict:
       return None
     # A topic without a comparison yet counts like the mean of the others.
     tokens = sum(topic.compared for topic in compared)
-    mean = sum(getattr(topic, name) for topic in compared) / tokens
+    mean = sum(getattr(topic, name).ms for topic in compared) / tokens
     return sum(
-      topic.tokens * (getattr(topic, name) / topic.compared if topic.compared else mean)
+      topic.tokens * (topic.token_ms(name) if topic.compared else mean)
       for topic in self.topics.values()
     )
 
@@ -222,9 +345,11 @@ def observe(state: Verdict, row: rows_lib.Row) -> Verdict:
   if plain and frozen:
     topic = dataclasses.replace(
       topic,
+      requests=topic.requests + 1,
       compared=topic.compared + tokens,
-      plain_ms=topic.plain_ms + tokens * plain,
-      frozen_ms=topic.frozen_ms + tokens * frozen,
+      squared=topic.squared + tokens**2,
+      plain_ms=topic.plain_ms.add(tokens, tokens * plain),
+      frozen_ms=topic.frozen_ms.add(tokens, tokens * frozen),
     )
   # Waiting is charged to the next request, which is the one that was delayed.
   waited = state.waited_ms + _ms(row, "update_wait_ms") + _ms(row, "gate_ms")

@@ -46,9 +46,7 @@ COMMANDS = {
     "ServeConfig",
     "osd_serve.command",
     "serve OpenAI's HTTP API while the draft learns from its traffic",
-    "osd serve\n"
-    "  osd serve --gin.PairConfig.target='\"my_flan_t5\"' --gin.ServeConfig.port=8080\n"
-    "  osd serve --gin.ServeConfig.run_directory='\"runs/serve\"'",
+    "osd serve --run_directory runs/serve\n  osd serve --target my_flan_t5 --port 8080",
   ),
   "pretrain": Command(
     "PretrainConfig",
@@ -89,20 +87,19 @@ COMMANDS = {
     "AdviseConfig",
     "osd_tools.advise",
     "estimate on a log of answers what a draft, a cache and learning would gain",
-    "osd advise --gin_file=runs/advise.gin --gin.LOG=\"'runs/demo/outputs.jsonl'\"",
+    "osd advise runs/demo/outputs.jsonl",
   ),
   "convert": Command(
     "ConvertConfig",
     "osd_jax.convert",
     "convert weights: from Hugging Face and t5x, and back",
-    "osd convert --gin.ConvertConfig.source='\"t5-small\"' \\\n"
-    "    --gin.ConvertConfig.output='\"t5_small.safetensors\"'",
+    "osd convert t5-small t5_small.safetensors",
   ),
 }
 # Commands that several processes can run together.
 JOINED = ("online", "pretrain", "offline", "evaluate", "certify")
 # Commands that read their own file of runs/ before any other.
-BEGUN = ("generate", "serve", "compile")
+BEGUN = ("generate", "serve", "compile", "advise")
 # Commands that take run directories instead of settings.
 OF_RUNS = {
   "report": "redraw the report of a run",
@@ -135,13 +132,79 @@ CONFIG.FIELD = VALUE in a gin file, or --gin.CONFIG.FIELD=VALUE, sets a field of
 the configs that @CONFIG() makes; SCOPE/CONFIG.FIELD sets it for those that
 @SCOPE/CONFIG() makes. The files in runs/ make each config of a command.
 """
-# Options of `osd generate` that are short for settings.
-_SHORT = {
-  "target": "PairConfig",
-  "draft": "PairConfig",
-  "vocabulary": "PairConfig",
-  "rows": "DecodingConfig",
-  "num_draft_tokens": "DecodingConfig",
+
+
+class Short(NamedTuple):
+  """An option that is short for a setting."""
+
+  setting: str  # in gin; {config} is the config of the command
+  commands: tuple[str, ...]
+  kind: type
+  metavar: str
+  text: str
+  is_positional: bool = False
+
+
+_PAIRED = ("generate", "online", "serve", "offline", "evaluate", "certify", "advise")
+_SERVING = ("generate", "online", "serve")
+SHORT = {
+  "log": Short("LOG", ("advise",), str, "LOG", "file with prompts and answers", True),
+  "source": Short(
+    "ConvertConfig.source", ("convert",), str, "SOURCE", "weights to read", True
+  ),
+  "output": Short(
+    "ConvertConfig.output",
+    ("convert",),
+    str,
+    "OUTPUT",
+    "file, or folder for transformers",
+    True,
+  ),
+  "target": Short(
+    "PairConfig.target",
+    _PAIRED,
+    str,
+    "PATH",
+    "model folder, Hugging Face name or weights file",
+  ),
+  "draft": Short(
+    "PairConfig.draft",
+    _PAIRED,
+    str,
+    "PATH",
+    'its draft; "cache" repeats what was served, "none" decodes plainly (default: a'
+    " new one, attached to the target)",
+  ),
+  "vocabulary": Short(
+    "PairConfig.vocabulary",
+    _PAIRED,
+    str,
+    "PATH",
+    "tokenizer (default: the target's own)",
+  ),
+  "rows": Short(
+    "DecodingConfig.rows", _SERVING, int, "N", "requests answered at the same time"
+  ),
+  "num_draft_tokens": Short(
+    "DecodingConfig.num_draft_tokens",
+    _SERVING,
+    int,
+    "N",
+    "tokens that the draft proposes (default: 7)",
+  ),
+  "host": Short(
+    "ServeConfig.host", ("serve",), str, "ADDRESS", "address (default: 127.0.0.1)"
+  ),
+  "port": Short(
+    "ServeConfig.port", ("serve",), int, "N", "port (default: 8000); 0: any free one"
+  ),
+  "run_directory": Short(
+    "{config}.run_directory",
+    ("online", "serve", "pretrain", "offline", "evaluate", "certify", "advise"),
+    str,
+    "DIR",
+    "folder of the run",
+  ),
 }
 _SHAPE = {
   "formatter_class": argparse.RawDescriptionHelpFormatter,
@@ -159,17 +222,16 @@ def after_interrupt(name: str) -> str:
 
 def bindings_of(arguments: argparse.Namespace) -> list[str]:
   """Translates the short options of a command into gin bindings."""
-  if arguments.command == "online" and arguments.replicas is not None:
+  command, bindings = arguments.command, []
+  if command == "online" and arguments.replicas is not None:
     count = f"ReplicaConfig.count={arguments.replicas}"
-    return ["OnlineConfig.replicas=@ReplicaConfig()", count]
-  if arguments.command != "generate":
-    return []
-  return [
-    # `repr` quotes texts, as values in gin need it.
-    f"{config}.{name}={getattr(arguments, name)!r}"
-    for name, config in _SHORT.items()
-    if getattr(arguments, name) is not None
-  ]
+    bindings = ["OnlineConfig.replicas=@ReplicaConfig()", count]
+  for name, short in SHORT.items():
+    value = getattr(arguments, name) if command in short.commands else None
+    if value is not None:
+      setting = short.setting.format(config=COMMANDS[command].config)
+      bindings.append(f"{setting}={value!r}")  # `repr` quotes texts, as gin needs it
+  return bindings
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -214,6 +276,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
   commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
   for name, command in COMMANDS.items():
     words = "[PROMPT]..." if name == "generate" else "[--gin_file=FILE]..."
+    places = [x for x in SHORT.values() if x.is_positional and name in x.commands]
+    if places:
+      words = " ".join(f"[{x.metavar}]" for x in places)
     sub = commands.add_parser(
       name,
       help=command.summary,
@@ -224,6 +289,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     if name == "generate":
       _add_generate(sub)
+    _add_short(sub, name)
     _add_options(sub, _GIN)
     sub.set_defaults(**dict.fromkeys(_PROCESSES))
     if name in JOINED:
@@ -303,18 +369,6 @@ _LEARNING = {
     "file for the adapted draft (default: adapted_draft.safetensors)",
   ),
 }
-_MODELS = {
-  "target": (str, "PATH", "model folder, Hugging Face name or weights file"),
-  "draft": (
-    str,
-    "PATH",
-    'its draft; "cache" repeats what was served, "none" decodes plainly (default: a'
-    " new one, attached to the target)",
-  ),
-  "vocabulary": (str, "PATH", "tokenizer (default: the target's own)"),
-  "rows": (int, "N", "prompts that are answered at the same time (default: 1)"),
-  "num_draft_tokens": (int, "N", "tokens that the draft proposes (default: 7)"),
-}
 
 
 def _add_options(parser: Any, options: Mapping[str, tuple[Any, str, str]]) -> None:
@@ -330,6 +384,18 @@ def _add_options(parser: Any, options: Mapping[str, tuple[Any, str, str]]) -> No
     parser.add_argument(f"--{name}", help=text, **values)
 
 
+def _add_short(sub: argparse.ArgumentParser, command: str) -> None:
+  """Adds the options of a command that are short for settings."""
+  group = sub.add_argument_group("short for settings")
+  for name, short in SHORT.items():
+    if command in short.commands:
+      values = {"type": short.kind, "metavar": short.metavar, "help": short.text}
+      if short.is_positional:
+        sub.add_argument(name, nargs="?", **values)
+      else:
+        group.add_argument(f"--{name}", **values)
+
+
 def _add_generate(sub: argparse.ArgumentParser) -> None:
   sub.add_argument(
     "prompts", nargs="*", metavar="PROMPT", help="without any, lines of standard input"
@@ -338,7 +404,6 @@ def _add_generate(sub: argparse.ArgumentParser) -> None:
     ("prompts and answers", _PROMPTS),
     ("sampling", SAMPLING | _OWN),
     ("learning", _LEARNING),
-    ("models", _MODELS),
   ):
     _add_options(sub.add_argument_group(title), options)
 

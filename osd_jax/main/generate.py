@@ -13,6 +13,7 @@ from typing import Any
 import rich.console
 
 from osd_jax import base, pairs, runs, sharding
+from osd_jax.costs import measure
 from osd_jax.data import chat, examples
 from osd_jax.data.vocabulary import Vocabulary
 from osd_jax.distillation.learner import LearningConfig
@@ -53,6 +54,7 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   Raises:
     InputError: options contradict each other, or a setting is invalid.
   """
+  loading = measure.Stopwatch()
   draft_path = "adapted_draft.safetensors" if arguments.save is None else arguments.save
   _check(arguments, draft_path)
   template = _template(config, arguments)
@@ -77,6 +79,13 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   if arguments.learn:
     runs.check_output("--save", draft_path, needed_bytes=pair.draft_bytes)
   with server.Server(pair, decoding, config.learning, config.partition) as serving:
+    loading_ms = loading.ms
+    if config.pair.target == pairs.SHIPPED:
+      print(
+        "the demo's model answers, which knows four topics"
+        f" ({', '.join(examples.TOPICS)}); --target serves another",
+        file=sys.stderr,
+      )
     serving.engine.report = functools.partial(print, file=sys.stderr, flush=True)
     lines = given_prompts or (
       _from_terminal() if from_terminal else _from_standard_input()
@@ -87,7 +96,7 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
       is_broken = answer(serving, prompts, arguments)
     finally:  # also after Ctrl-C, so that the learned draft is saved
       if serving.statistics.requests:
-        _conclude(serving, draft_path if arguments.learn else None)
+        _conclude(serving, draft_path if arguments.learn else None, loading_ms)
   return 1 if is_broken else 2 if prompts.is_refused else 0
 
 
@@ -301,7 +310,7 @@ def _is_broken(answer: Answer) -> bool:
   return True
 
 
-def _conclude(serving: Any, draft_path: str | None) -> None:
+def _conclude(serving: Any, draft_path: str | None, loading_ms: float) -> None:
   """Saves the adapted draft, if there is one, and prints a summary."""
   if draft_path is not None:
     serving.finish_learning()
@@ -311,7 +320,9 @@ def _conclude(serving: Any, draft_path: str | None) -> None:
   print(
     f"{answers}, {counts.tokens} tokens,"
     f" {counts.tokens_per_target_call:.2f} tokens per target call,"
-    f" {counts.tokens_per_second:.0f} tokens per second",
+    f" {counts.tokens_per_second:.1f} tokens per second; {loading_ms / 1e3:.1f} s of"
+    f" loading, {measure.compiling_ms() / 1e3:.1f} s of compiling,"
+    f" {counts.milliseconds / 1e3:.1f} s of decoding",
     file=sys.stderr,
   )
 

@@ -10,7 +10,9 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import os
 import re
+import sys
 import tokenize
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -197,7 +199,14 @@ class _Settings:
           return path
       folders = ", ".join(str(folder.absolute()) for folder in self._folders)
       what = "is a folder" if any(p.is_dir() for p in paths) else "not found"
-      raise ConfigError(f"gin file {name!r} {what}; looked in {folders}.")
+      near = {
+        str(Path(name).parent / path.name)
+        for folder in self._folders
+        for path in (folder / name).parent.glob("*.gin")
+      }
+      names = difflib.get_close_matches(name, near, 1, 0.8)
+      meant = f"; did you mean {names[0]}?" if names else "."
+      raise ConfigError(f"gin file {name!r} {what}; looked in {folders}{meant}")
     except OSError as error:
       raise ConfigError(f"gin file {name[:80]!r}: {error.strerror}.") from None
 
@@ -232,6 +241,10 @@ class _Settings:
     """Makes the functions and classes of a user's module available as @NAME()."""
     if statement.module.startswith("__gin__"):
       raise ConfigError(f"{place}: configs are registered already; remove this line.")
+    if (
+      os.getcwd() not in sys.path
+    ):  # `python -m` searches it, a console script does not
+      sys.path.append(os.getcwd())
     try:
       module = importlib.import_module(statement.module)
     except ImportError as error:

@@ -139,40 +139,67 @@ def _headline(
 
 
 def _speed_facts(verdict: account_lib.Verdict, learns: bool) -> list[Fact]:
-  served, plain, frozen = verdict.served_ms, verdict.plain_ms, verdict.frozen_ms
-  if not (served and plain and frozen):
+  plain, frozen = verdict.over_plain, verdict.over_frozen
+  if plain is None or frozen is None:
     text = (
       "No request was served by plain decoding as well, so no speeds were compared."
     )
     return [Fact("Not compared", text)]
+  served = verdict.served_ms / 1e3
+  rival = f" and the frozen draft {served * frozen.value:.1f} s ({frozen.text})"
   speed = Fact(
-    f"{plain / served:.2f}x plain decoding",
-    f"Serving took {served / 1e3:.1f} s, waiting for updates included: plain decoding"
-    f" would have taken {plain / 1e3:.1f} s ({plain / served:.2f}x) and the frozen"
-    f" draft {frozen / 1e3:.1f} s ({frozen / served:.2f}x).",
+    f"{plain.value:.2f}x plain decoding",
+    f"Serving took {served:.1f} s, waiting for updates included: plain decoding"
+    f" would have taken {served * plain.value:.1f} s ({plain.text})"
+    f"{rival if learns else ''}.",
   )
-  saved = (frozen - served) / 1e3
+  if plain.is_even:
+    speed = dataclasses.replace(speed, figure="As fast as plain decoding")
+  elif not plain.is_certain:
+    speed = Fact(
+      "Speed: too few to say", f"{_first_up(plain.too_few)}. {speed.sentence}"
+    )
   if not learns:
     return [speed, Fact("No learning", "No draft was trained in this run.")]
-  if verdict.ahead_since:
-    paid = Fact(
-      "Learning paid",
-      f"It saved {saved:.1f} s against the frozen draft, and has been ahead of it and"
-      f" of plain decoding since request {verdict.ahead_since:,}.",
-    )
-  elif saved > 0:
-    paid = Fact(
-      "Learning helped, drafting did not pay",
-      f"It saved {saved:.1f} s against the frozen draft, but plain decoding would have"
-      " been faster than both.",
-    )
-  else:
-    paid = Fact(
+  return [speed, _learning_fact(verdict, plain, frozen)]
+
+
+def _first_up(text: str) -> str:
+  return text[:1].upper() + text[1:]
+
+
+def _learning_fact(
+  verdict: account_lib.Verdict,
+  plain: account_lib.SpeedUp,
+  frozen: account_lib.SpeedUp,
+) -> Fact:
+  saved = verdict.served_ms * (frozen.value - 1) / 1e3
+  if frozen.high < 1:
+    return Fact(
       "Learning has not paid",
       f"Serving took {-saved:.1f} s longer than it would have taken with the frozen"
       " draft.",
     )
-  return [speed, paid]
+  if frozen.is_even:
+    text = "Serving took as long as it would have taken with the frozen draft."
+    return Fact("Learning made no difference", text)
+  if frozen.low <= 1:
+    return Fact(
+      "Learning: too few to say", f"{_first_up(frozen.too_few)} whether it paid."
+    )
+  if plain.high < 1:
+    return Fact(
+      "Learning helped, drafting did not pay",
+      f"It saved {saved:.1f} s against the frozen draft, but plain decoding would have"
+      " been faster than both.",
+    )
+  text = f"It saved {saved:.1f} s against the frozen draft"
+  if not plain.is_certain:
+    return Fact("Learning helped", f"{text}. Against plain decoding, {plain.too_few}.")
+  since = f" since request {verdict.ahead_since:,}" if verdict.ahead_since else ""
+  return Fact(
+    "Learning paid", f"{text}, and is ahead of it and of plain decoding{since}."
+  )
 
 
 def _per_call(requests: Sequence[Request], name: str) -> float:
@@ -272,27 +299,54 @@ def comparison(served: Mapping[str, Sequence[Row]]) -> Summary:
       " each other. Compare runs with the same stream and seed."
     )
   fastest, second, *_ = sorted(table, key=lambda row: row["ms per token"])
-  ahead = second["ms per token"] / max(fastest["ms per token"], 1e-9)
+  ahead = _ahead(*(served[row["run"]] for row in (fastest, second)))
   times = (
     f"{fastest['ms per token']:.2f} ms per token, waiting for updates included, against"
     f" {second['ms per token']:.2f} of {second['run']}"
   )
-  if ahead < _EQUAL:
-    fact = Fact(
-      "About equally fast",
-      f"{fastest['run']} and {second['run']} are fastest: {times}.",
-    )
+  surely = "" if math.isinf(ahead.high) else f" ({ahead.interval})"
+  factor = (
+    f"{fastest['run']} is {ahead.value:.2f}x as fast as {second['run']}{surely}:"
+    f" {times}."
+  )
+  if ahead.is_certain:
+    fact = Fact(f"{fastest['run']} is fastest", factor)
+  elif ahead.is_even:
+    fact = Fact("Equally fast", factor)
   else:
-    fact = Fact(
-      f"{fastest['run']} is fastest",
-      f"{fastest['run']} is {ahead:.2f}x as fast as {second['run']}: {times}.",
-    )
+    too_few = f"{account_lib.counted(ahead.requests, 'request')} are too few to say"
+    fact = Fact("Too few to say", f"{too_few} which run is fastest. {factor}")
   return Summary(
     "Comparison of runs", [fact], notes, {"Runs": table}, details_notes=verdicts
   )
 
 
-_EQUAL = 1.02  # a smaller difference in speed is noise on most machines
+def _ahead(fastest: Sequence[Row], second: Sequence[Row]) -> account_lib.SpeedUp:
+  """How many times as fast the first run is, by requests that both served."""
+  runs = [
+    {
+      (row.query, row.source): row
+      for row in rows_lib.requests(rows)
+      if row.output_tokens
+    }
+    for rows in (fastest, second)
+  ]
+  token_ms = [
+    account_lib.verdict(rows).served_ms
+    / max(sum(x.output_tokens for x in run.values()), 1)
+    for rows, run in zip((fastest, second), runs, strict=True)
+  ]
+  value = token_ms[1] / max(token_ms[0], 1e-9)
+  both = sorted(runs[0].keys() & runs[1].keys())
+  ours, others = (
+    np.array([run[key].decode_ms / run[key].output_tokens for key in both])
+    for run in runs
+  )
+  # Of each pair, what is left when the mean ratio is taken away.
+  differences = others - others.sum() / max(ours.sum(), 1e-9) * ours
+  spread = math.sqrt(np.sum(differences**2) / max(len(both) - 1, 1) * len(both))
+  spread /= max(ours.sum(), 1e-9)
+  return account_lib.SpeedUp.of(value, spread, len(both) - 1, len(both))
 
 
 def _comparison_row(name: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -519,17 +573,28 @@ def acceptance_per_position(requests: Sequence[Request]) -> np.ndarray:
 def print_table(table: Table, console: rich.console.Console, title: str = "") -> None:
   """Prints rows with equal keys: text left-aligned, numbers right-aligned.
 
-  Numbers are never cut: in a table that is too wide, columns become rows.
+  Nothing is cut: in a table that is too wide columns become rows, and in one that still
+  is, every row becomes a list.
   """
   if not table:
     return
   if title:
     console.print(f"\n{title}", highlight=False)
-  if sum(_widths(table).values()) + 2 * len(table[0]) > console.width:
-    table = [
-      {"": name, **{str(number): row[name] for number, row in enumerate(table)}}
-      for name in table[0]
-    ]
+  if "" not in table[0] and _width(table) > console.width:
+    rows, table = (
+      table,
+      [
+        {"": name, **{str(number): row[name] for number, row in enumerate(table)}}
+        for name in table[0]
+      ],
+    )
+    if len(rows) > 1 and _width(table) > console.width:
+      for row in rows:
+        print_table(
+          [{"": name, "value": value} for name, value in row.items()], console
+        )
+        console.print()
+      return
   grid = rich.table.Table(
     box=rich.box.SIMPLE_HEAD,
     pad_edge=False,
@@ -549,6 +614,10 @@ def print_table(table: Table, console: rich.console.Console, title: str = "") ->
   for row in table:
     grid.add_row(*map(_cell, row.values()))
   console.print(grid)
+
+
+def _width(table: Table) -> int:
+  return sum(_widths(table).values()) + 2 * len(table[0])
 
 
 def _widths(table: Table) -> dict[str, int]:

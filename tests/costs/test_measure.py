@@ -1,5 +1,8 @@
 """Measurement of costs, with a clock that advances only during calls."""
 
+import threading
+
+import jax
 import numpy as np
 import pytest
 
@@ -100,3 +103,30 @@ def test_long_update_is_measured_once():
   machine = Machine(1, update_ms=5000.0)
   found = measure.lost_ms(machine.update, machine.serve, 10_000, 2.0, machine.clock)
   assert found == pytest.approx(5000.0) and machine.clock.now < 10.0
+
+
+def test_time_of_compiling_counts_once_and_by_thread(monkeypatch):
+  clock, noted = Clock(), measure._Compiling()
+  monkeypatch.setattr(measure.time, "perf_counter", clock)
+  clock.work(5000)
+  noted.note("/jax/core/compile/jaxpr_trace_duration", 1.0)  # inside of the next one
+  clock.work(1000)
+  noted.note("/jax/core/compile/jaxpr_trace_duration", 3.0)
+  clock.work(2000)
+  noted.note("/jax/core/compile/backend_compile_duration", 2.0)
+  noted.note("/jax/compilation_cache/cache_retrieval_time_sec", 2.0)
+  assert noted.total == pytest.approx(5.0)
+  totals = []
+  other = threading.Thread(target=lambda: totals.append(noted.total))
+  other.start()
+  other.join()
+  assert totals == [0.0]
+
+
+def test_stopwatch_leaves_out_compiling():
+  watch = measure.Stopwatch()
+  before = measure.compiling_ms()
+  jax.jit(lambda x: x + 17.25)(np.zeros(3)).block_until_ready()
+  compiled_ms = measure.compiling_ms() - before
+  assert compiled_ms > 0
+  assert watch.ms < 1e3 * 60 and watch.ms >= 0

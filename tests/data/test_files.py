@@ -336,7 +336,9 @@ def test_conversation_with_a_t5_is_refused_without_advice_that_it_cannot_take(
   vocabulary,
 ):
   system = chat.Conversation([message("system", "Short."), message("user", "x")])
-  with pytest.raises(base.InputError, match=r"\(system, user\).* of a user for a T5"):
+  with pytest.raises(
+    base.InputError, match=r"\(system, user\), but this model takes one"
+  ):
     vocabulary.encode_prompt(system)
 
 

@@ -17,6 +17,7 @@ import tiny_online
 
 import osd_jax
 from osd_jax import base, pairs
+from osd_jax.costs import measure
 from osd_jax.costs.table import Costs, RoundCosts
 from osd_jax.decoding import rounds
 from osd_jax.distillation import learner, schedule
@@ -228,6 +229,19 @@ def test_server_learns_only_on_request_and_texts_stay_equal(pair, plain, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, saved.params, server.draft_params)
   before = jax.tree.leaves(pair.draft_params)
   assert any((a != b).any() for a, b in zip(before, jax.tree.leaves(saved.params)))
+
+
+def test_compiling_does_not_count_as_decoding(pair):
+  """The first answer of a server compiles; "1 token per second" counted that."""
+  odd = dataclasses.replace(DECODING, target_length=DECODING.target_length + 3)
+  with Server(pair, odd) as server:
+    started, before = time.perf_counter(), measure.compiling_ms()
+    (answer,) = server.generate([TEXTS[0]])
+    wall_ms = (time.perf_counter() - started) * 1e3
+    compiled_ms = measure.compiling_ms() - before
+    assert 0.2 * wall_ms < compiled_ms < wall_ms
+    assert 0 < answer.milliseconds <= 1.05 * (wall_ms - compiled_ms)
+    assert server.statistics.milliseconds == pytest.approx(answer.milliseconds)
 
 
 def test_closing_a_server_ends_its_threads(pair):

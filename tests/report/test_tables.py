@@ -39,6 +39,27 @@ def test_columns_become_rows_if_they_do_not_fit():
   assert "1003.125" in shown(WIDE, 200).splitlines()[-1]
 
 
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_figures_of_many_drafts_fit_and_no_heading_is_broken(count):
+  """As of `osd evaluate`: tasks and drafts with long names, on 80 columns."""
+  table = [
+    {
+      "task": f"generated_python_{number}",
+      "draft": "demo_attached_draft",
+      "distribution overlap upper": 0.125,
+      "draft acceptance rate": 0.25,
+      "tokens per target call": 2.0 + number,
+    }
+    for number in range(count)
+  ]
+  text = shown(table, 80, "Drafts")
+  assert max(map(len, text.splitlines())) <= 80
+  for number in range(count):
+    assert f"generated_python_{number}" in text and str(2.0 + number) in text
+  words = " ".join(table[0]).split()
+  assert set(words) <= set(text.split())
+
+
 def test_numbers_are_right_aligned_text_left_and_none_is_a_dash():
   lines = shown([{"a": "x", "b": 1}, {"a": "long", "b": None}], 80).splitlines()
   rows = [line.rstrip() for line in lines if line.strip()][-2:]

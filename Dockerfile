@@ -14,4 +14,4 @@ USER 1000
 WORKDIR /home/osd
 EXPOSE 8000
 ENTRYPOINT ["osd"]
-CMD ["serve", "--gin.ServeConfig.host='0.0.0.0'"]
+CMD ["serve", "--host", "0.0.0.0"]

@@ -360,7 +360,7 @@ class Server:
 
     Returns:
       The update that has ended, if there was one. Its draft serves from now on, unless
-      there is a gate that decides otherwise.
+      the gate decides otherwise.
     """
     self._check_process()
     if not _teaches(done):
@@ -372,7 +372,8 @@ class Server:
     mixed = None
     if self.engine.config.cache_tokens and done.drafted:
       mixed = done.accepted / done.drafted
-    outcome = self.learner.observe(done.batch, overlap, mixed, rivals)
+    score = lambda params: self._overlap(params, done)
+    outcome = self.learner.observe(done.batch, overlap, mixed, rivals, score)
     return self._publish(outcome, background)
 
   def score_rivals(
@@ -386,9 +387,9 @@ class Server:
     """
     if not _teaches(done):
       return {}
-    overlaps = {} if floor_overlap is None else {"floor": floor_overlap}
+    first = None if floor_overlap is None else self.pair.draft_params
     return {
-      name: overlaps[name] if name in overlaps else self._overlap(params, done)
+      name: floor_overlap if params is first else self._overlap(params, done)
       for name, params in self.learner.rivals.items()
     }
 

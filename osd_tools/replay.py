@@ -8,6 +8,7 @@ replay of one row in flight therefore repeats the overlaps and the calls of a re
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp

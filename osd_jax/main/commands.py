@@ -308,8 +308,8 @@ _MODELS = {
   "draft": (
     str,
     "PATH",
-    'its draft; "cache" repeats what was served, "none" decodes plainly (default: a'
-    " new one, attached to the target)",
+    'its draft; "cache" repeats what was served, "none" decodes plainly (default:'
+    " the cache, and with --learn a new draft)",
   ),
   "vocabulary": (str, "PATH", "tokenizer (default: the target's own)"),
   "rows": (int, "N", "prompts that are answered at the same time (default: 1)"),

@@ -325,15 +325,14 @@ def shipped_draft(pair: Pair) -> tuple[str, str]:
 
   Both are "" if there is none.
   """
-  for path in sorted(assets.FOLDER.glob("*.safetensors")) if pair.identity else ():
+  if (target := pair.identity) is None:
+    return "", ""
+  for path in sorted(assets.FOLDER.glob("*.safetensors")):
     if weights.is_attached(path):
       header = weights.opened(path, (weights.ATTACHED,))[1]
-      if header.get("target_sizes") == pair.identity.sizes:
+      if header.get("target_sizes") == target.sizes:
         options = f"--draft {assets.PREFIX}{path.name}"
-        if header["target"] not in (
-          pair.identity.fingerprint,
-          pair.identity.with_first_end,
-        ):
+        if header["target"] not in (target.fingerprint, target.with_first_end):
           options += " --gin.PairConfig.sibling_draft=True"
         return header["target_name"], options
   return "", ""

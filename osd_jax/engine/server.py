@@ -403,11 +403,13 @@ class Server:
     """
     if not _teaches(done):
       return {}
-    first = None if floor_overlap is None else self.pair.draft_params
-    return {
-      name: floor_overlap if params is first else self._overlap(params, done)
-      for name, params in self.learner.rivals.items()
-    }
+    overlaps = {}
+    for name, params in self.learner.rivals.items():
+      if floor_overlap is not None and params is self.pair.draft_params:
+        overlaps[name] = floor_overlap
+      else:
+        overlaps[name] = self._overlap(params, done)
+    return overlaps
 
   def finish_learning(self, background: bool = False) -> Outcome | None:
     """Waits for a running update and takes its draft; `background` as in `learn`."""

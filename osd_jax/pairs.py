@@ -321,9 +321,11 @@ def load_pair(
 
 
 def shipped_draft(pair: Pair) -> tuple[str, str]:
-  """Returns the target and the options of a shipped draft for a target of these sizes.
+  """Finds a shipped draft for targets of the same sizes.
 
-  Both are "" if there is none.
+  Returns:
+    The name of the target that it was trained for, and the options that select it; ""
+    and "" without such a draft.
   """
   if (target := pair.identity) is None:
     return "", ""

@@ -142,6 +142,7 @@ BOUNDS = {
   "learning": "cores: an update takes what serving leaves idle",
   "serving": "the engine; HTTP, the queue and streaming come on top",
   "speculative": "(1 - alpha^(K+1)) / (1 - alpha) tokens per round",
+  "target_alone": "what repeats in answers, and the cost of verifying more tokens",
   "update": "arithmetic",
   "whole_run": "cores, as for learning",
 }

@@ -51,8 +51,9 @@ class PairConfig(base.Config):
     draft: weights of the draft, as for the target. "attached" creates an attached draft
       with random parameters, which learns while it serves. "cache" drafts from n-grams
       of the prompt and of served answers, without training. "none" decodes plainly, in
-      `osd generate`, `osd serve` and Python. "" means "attached", or the shipped draft
-      of the shipped target.
+      `osd generate`, `osd serve` and Python. "" means the shipped draft of the shipped
+      target; for others an attached draft that is mixed with the n-gram cache and rests
+      until it is trained. Rounds then draft while the next token is worth its time.
     vocabulary: the vocabulary of both: a folder with spiece.model, tokenizer.json or
       tokenizer.model, or one of these files. "" takes the target's folder.
     extra_ids: number of sentinel tokens of a T5, see `Vocabulary.load`; None takes the
@@ -126,6 +127,8 @@ class Pair:
   # Name of the target that the draft was attached to, if it is another one of the same
   # sizes; otherwise "".
   sibling: str = ""
+  # Whether `PairConfig` named no draft, so that it is a new one with random parameters.
+  is_new: bool = False
 
   @property
   def models(self) -> tuple[Any, ...]:
@@ -134,12 +137,12 @@ class Pair:
 
   def plain(self) -> "Pair":
     """The pair without its draft."""
-    return dataclasses.replace(self, draft=None, draft_params=None)
+    return dataclasses.replace(self, draft=None, draft_params=None, is_new=False)
 
   def with_draft(self, draft: base.Model, params: base.Params) -> "Pair":
     """The same target with another draft."""
     return dataclasses.replace(
-      self, draft=draft, draft_params=params, draft_config=None
+      self, draft=draft, draft_params=params, draft_config=None, is_new=False
     )
 
   def with_cache_size(self, tokens: int) -> "Pair":
@@ -261,7 +264,6 @@ def load_pair(
   target, vocabulary = _target(config)
   identity = weights.identity(target, Path(config.target).name)
   draft = _draft(config, target, identity, vocabulary)
-  is_attached = isinstance(draft, weights.AttachedWeights)
   states = draft.config.reads if isinstance(draft, weights.AttachedWeights) else ""
   # The target is never trained, so it is kept once, as it is served.
   layout = EXACT_SERVING.layout if partitioner.mesh.size == 1 else base.Layout.TRAINED
@@ -277,7 +279,7 @@ def load_pair(
     first = draft.params
   # The draft stays in float32 because it is trained.
   draft_params = partitioner.place_draft(draft_model, first)
-  if is_attached:
+  if states:
     frozen = attached.frozen_of(target.config, target_params, serving, layout)
     draft_params = draft_model.join(draft_params, frozen)
   pair = Pair(
@@ -294,6 +296,7 @@ def load_pair(
     vocabulary=vocabulary,
     identity=identity,
     sibling=_sibling(draft, identity),
+    is_new=not config.draft and config.named("draft") == ATTACHED,
   )
   return pair.plain() if config.named("draft") == NONE else pair
 
@@ -322,6 +325,26 @@ def _target(config: PairConfig) -> tuple[weights.Weights, Vocabulary]:
   # one layer's states cannot use those of another.
   target = dataclasses.replace(target, config=with_state_layer(config, target.config))
   return target, vocabulary
+
+
+def shipped_draft(pair: Pair) -> tuple[str, str]:
+  """Finds a shipped draft for targets of the same sizes.
+
+  Returns:
+    The name of the target that it was trained for, and the options that select it; ""
+    and "" without such a draft.
+  """
+  if (target := pair.identity) is None:
+    return "", ""
+  for path in sorted(assets.FOLDER.glob("*.safetensors")):
+    if weights.is_attached(path):
+      header = weights.opened(path, (weights.ATTACHED,))[1]
+      if header.get("target_sizes") == target.sizes:
+        options = f"--draft {assets.PREFIX}{path.name}"
+        if header["target"] not in (target.fingerprint, target.with_first_end):
+          options += " --gin.PairConfig.sibling_draft=True"
+        return header["target_name"], options
+  return "", ""
 
 
 def adapts_untrained(config: PairConfig | Pair) -> bool:

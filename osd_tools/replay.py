@@ -8,6 +8,7 @@ replay of one row in flight therefore repeats the overlaps and the calls of a re
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -148,18 +149,16 @@ def learned(
       learner = Learner(draft, pair.draft_params, learning, *lengths, record_size)
       learner.seed(seen)
       learner.costs = costs
+    score = functools.partial(_overlap, draft, answer, num_draft_tokens)
     figures = jax.device_get(_score(draft, learner.serving, answer, num_draft_tokens))
     overlap, right = float(figures[0][0]), figures[1][0, :, : _length(answer)]
-    rivals = {
-      name: float(_score(draft, params, answer, num_draft_tokens)[0][0])
-      for name, params in learner.rivals.items()
-    }
+    rivals = {name: score(params) for name, params in learner.rivals.items()}
     # The records say where this draft was rejected.
     rejected = walk(right)[1]
     error = np.zeros(answer.records.error.shape, bool)
     error[0, : len(rejected)] = rejected
     row = answer.replace(records=answer.records.replace(error=error))
-    outcome = learner.observe(row, overlap, rivals=rivals)
+    outcome = learner.observe(row, overlap, rivals=rivals, score=score)
     if outcome is not None:
       slices.append(len(outcome.losses))
     overlaps.append(overlap if np.isfinite(overlap) else 0.0)
@@ -169,6 +168,12 @@ def learned(
     learner.finish()
     learner.runner.close()
   return Course(np.asarray(overlaps), tuple(rights), len(slices), sum(slices))
+
+
+def _overlap(
+  model: base.Model, row: base.DistillationBatch, num_draft_tokens: int, params: Any
+) -> float:
+  return float(_score(model, params, row, num_draft_tokens)[0][0])
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_draft_tokens"))

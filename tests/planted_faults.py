@@ -77,8 +77,8 @@ FAULTS = [
   ),
   Fault(
     "resume serves the newest average",
-    'self._draft.join(arrays["serving"], self._frozen)',
-    'self._draft.join(arrays["learner"].served, self._frozen)',
+    "self._drafts[name] = self._draft.join(trained, self._frozen)",
+    'self._drafts[name] = self._draft.join(arrays["learner"].served, self._frozen)',
     f"{ONLINE} -k saved_draft",
   ),
   Fault(
@@ -722,9 +722,15 @@ FAULTS = [
     f"{LEARNER} -k new_rows",
   ),
   Fault(
+    "a draft that is far worse serves",
+    "return not overlap >= LEAST_SHARE * other",
+    "return False",
+    f"{LEARNER} -k far_worse",
+  ),
+  Fault(
     "a restored learner serves its newest parameters",
-    'self._draft.join(arrays["serving"], self._frozen)',
-    'self._draft.join(arrays["learner"].params, self._frozen)',
+    "self._drafts[name] = self._draft.join(trained, self._frozen)",
+    'self._drafts[name] = self._draft.join(arrays["learner"].params, self._frozen)',
     f"{LEARNER} -k restored_learner",
   ),
   Fault(

@@ -9,6 +9,7 @@ import signal
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -108,12 +109,16 @@ def osd(unprepared, monkeypatch, capsys, tmp_path):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(FakeServer, "made", [])
   monkeypatch.setattr(server, "Server", FakeServer)
-  target = types.SimpleNamespace(max_positions=None)
+  target = types.SimpleNamespace(max_positions=None, absorb=None)
   monkeypatch.setattr(
     pairs,
     "load_pair",
     lambda config, _: types.SimpleNamespace(
-      config=config, target=target, vocabulary=FakeVocabulary(), draft_bytes=1
+      config=config,
+      target=target,
+      vocabulary=FakeVocabulary(),
+      draft_bytes=1,
+      identity=None,
     ),
   )
 
@@ -368,13 +373,62 @@ def test_closed_pipe_ends_the_command_quietly(osd, monkeypatch):
     assert osd("one")[0] == 141
 
 
+def test_target_alone_drafts_only_what_can_pay(osd, tmp_path):
+  """A new draft knows nothing, and a few tokens do not pay for compiling."""
+  (tmp_path / "many.txt").write_text("one\n" * 20)
+  target = ["--target", "t"]
+
+  def served(*words, **settings):
+    made = osd(*words, *target, **settings)[3]
+    return made.pair.config.draft, made.decoding.adaptive is not None
+
+  assert served("one") == ("none", False)
+  assert served("one", "--max_new_tokens", "600") == ("cache", True)
+  assert served("--file", "many.txt") == ("cache", True)
+  assert served(typed="one\n") == ("cache", True)
+  assert served("one", "--learn")[0] == ""
+  assert served("one", "--draft", "cache") == ("cache", True)
+  assert served("one", "--draft", "d") == ("d", False)
+
+
+def test_hint_names_the_options_of_a_shipped_draft(
+  lively_pair, tmp_path, monkeypatch, capsys, unprepared
+):
+  vocabulary = str(lively_pair.path("vocabulary"))
+  pair = pairs.load_pair(pairs.PairConfig(lively_pair.target, "attached"))
+  own = tmp_path / "own.safetensors"
+  pair.save_draft(own, pair.draft_params, "")
+  tuned = weights.load(lively_pair.target)
+  tuned = dataclasses.replace(
+    tuned, params=jax.tree.map(lambda leaf: leaf * 1.01, tuned.params)
+  )
+  weights.save(tmp_path / "tuned.safetensors", tuned)
+  (tmp_path / "shipped").mkdir()
+  own.rename(tmp_path / "shipped" / "own.safetensors")
+  monkeypatch.setattr(assets, "FOLDER", tmp_path / "shipped")
+  for target, is_copy in (
+    (lively_pair.target, False),
+    (str(tmp_path / "tuned.safetensors"), True),
+  ):
+    words = ["generate", "one", "--max_new_tokens", "4", "--target", target]
+    words += ["--vocabulary", vocabulary]
+    assert cli.main(words) == 0
+    hint = "add --draft shipped:own.safetensors"
+    hint += " --gin.PairConfig.sibling_draft=True" * is_copy
+    assert any(line.endswith(hint) for line in capsys.readouterr().err.splitlines())
+    options = hint.removeprefix("add ").split()
+    assert cli.main([*words, *options]) == 0  # the options do what the hint says
+    assert "ships with this package" not in capsys.readouterr().err
+
+
 def test_draft_none_decodes_plainly(capsys):
   answers = []
   for draft in ("none", "cache"):
-    words = ["How many films are there?", "--draft", draft, "--format", "jsonl"]
+    words = ["How many films are there?"] * 4
+    words += ["--draft", draft, "--format", "jsonl"]
     assert cli.main(["generate", *words]) == 0
-    answers.append(json.loads(capsys.readouterr().out))
-  plain, drafted = answers
+    answers.append(list(map(json.loads, capsys.readouterr().out.splitlines())))
+  (*_, plain), (*_, drafted) = answers
   assert plain["text"] == drafted["text"]
   assert plain["tokens_per_target_call"] == 1 < drafted["tokens_per_target_call"]
 

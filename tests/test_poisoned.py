@@ -16,8 +16,7 @@ import tiny_pair
 
 from experiments.poisoned_learning import run as poisons
 from osd_jax import online, pairs, runs, sharding
-from osd_jax.distillation import buffer, losses
-from osd_jax.distillation.gate import GateConfig
+from osd_jax.distillation import buffer, gate, losses
 from osd_jax.engine.requests import SamplingConfig
 from osd_jax.report import plots
 
@@ -63,7 +62,7 @@ def loaded(twins):
   )
 
 
-def serve(loaded, folder, rule="rejection", rate=RATE, gate=None, **changes):
+def serve(loaded, folder, rule="rejection", rate=RATE, **changes):
   config = tiny_online.config(
     loaded,
     folder / "run",
@@ -72,7 +71,6 @@ def serve(loaded, folder, rule="rejection", rate=RATE, gate=None, **changes):
     keep_outputs="ids",
     floor_metering=False,
     checkpoint_every=1000,
-    gate=gate,
     **changes,
   )
   learning = config.learning
@@ -139,9 +137,17 @@ def frozen(make):
   }
 
 
+@contextlib.contextmanager
+def unguarded():
+  """Lets every new draft serve."""
+  with mock.patch.multiple(gate, LEAST_SHARE=-1.0, wanted=lambda *_: ()):
+    yield
+
+
 @pytest.fixture(scope="module")
 def poisoned(make):
-  return {name: make(poison, rate=rate) for name, (poison, rate) in POISONS.items()}
+  with unguarded():
+    return {name: make(poison, rate=rate) for name, (poison, rate) in POISONS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +168,7 @@ def test_poison_changes_no_coupled_output(
   frozen, loaded, lively_pair, tmp_path, is_attached
 ):
   pair = pairs.load_pair(tiny_online.attached(lively_pair)) if is_attached else loaded
-  with POISONS["shuffled"][0]():
+  with POISONS["shuffled"][0](), unguarded():
     run = serve(pair, tmp_path, "coupling", 10 * RATE, sampling=SAMPLED)
   assert run.requests[-1]["draft_version"] > 0
   assert run.outputs == frozen["coupling"].outputs
@@ -173,15 +179,19 @@ def tokens_per_call(ran):
   return sum(r["output_tokens"] for r in rows) / sum(r["target_calls"] for r in rows)
 
 
+@pytest.mark.parametrize("strict", [None, gate.GateConfig()])
 @pytest.mark.parametrize("name", POISONS)
-def test_gate_keeps_the_speed_of_the_frozen_draft(frozen, poisoned, make, name):
+def test_poison_keeps_the_speed_of_the_frozen_draft(
+  frozen, poisoned, make, name, strict
+):
   poison, rate = POISONS[name]
-  run = make(poison, rate=rate, gate=GateConfig())
+  run = make(poison, rate=rate, gate=strict)
   assert run.outputs == frozen["greedy"].outputs
   assert tokens_per_call(run) >= 0.95 * tokens_per_call(frozen["greedy"])
-  assert run.updates and "Gate: the first draft served all requests." in run.page
-  # Negative control: without the gate, poison costs speed. Rows with NaN do not, since
-  # their steps are skipped.
+  if strict:
+    assert run.updates and "Gate: the first draft served all requests." in run.page
+  # Negative control: if every new draft serves, poison costs speed. Rows with NaN do
+  # not, since their steps are skipped.
   if name != "nan":
     assert tokens_per_call(poisoned[name]) < 0.8 * tokens_per_call(frozen["greedy"])
 

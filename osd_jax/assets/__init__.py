@@ -8,6 +8,7 @@ from pathlib import Path
 from osd_jax import base, remote
 
 PREFIX = "shipped:"
+FOLDER = Path(__file__).parent
 _HUB_NAME = r"[\w-][\w.-]*(/[\w.-]+)?"  # owner/name, or a name such as "t5-small"
 _WANTED = (
   "*.json",
@@ -44,10 +45,9 @@ def resolve(path: str, setting: str = "assets") -> Path:
 
 
 def _shipped(path: str, setting: str) -> Path:
-  folder = Path(__file__).parent
-  file = folder / path.removeprefix(PREFIX)
+  file = FOLDER / path.removeprefix(PREFIX)
   if not file.exists():
-    names = sorted(p.name for p in folder.iterdir() if p.suffix in _SUFFIXES)
+    names = sorted(p.name for p in FOLDER.iterdir() if p.suffix in _SUFFIXES)
     raise base.InputError(
       f"{setting}: received {path!r}, expected one of"
       f" {', '.join(PREFIX + name for name in names)}, or the path of a file."

@@ -1,9 +1,10 @@
-"""Times several calls in turn, with one estimator and within a budget.
+"""Times several calls in turn, with one estimator, within a budget or while they serve.
 
 The engine supplies the calls, so this module imports no model. Calls are run in turn,
 so that other work of the machine slows all of them alike.
 """
 
+import collections
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +13,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from osd_jax.costs.table import prices
+
 LEAST, MOST = 16, 60  # fewest and most turns
 ENOUGH = 1.5  # seconds after which `LEAST` turns are enough
 REPEATS = 7  # of an update during serving, at most
+
+# Of costs that are learned from the calls that serve:
+TIMED_ROUNDS = 2  # of a call that is timed
+FIRST_GAP, LONGEST_GAP = 64, 1024  # tokens between two times that calls are timed
+SAMPLES = 8  # newest times of a width that count
+PRIOR = 0.25  # assumed cost of a drafted token, in plain steps
+MARGIN = 1.15  # on prices, because times and survival are noisy
+MEMORY = 200.0  # tokens over which the time per token is averaged
 
 
 def typical(times: Sequence[float]) -> float:
@@ -99,6 +110,68 @@ def lost_ms(
       break
   # Differences are noisy in both directions, so that the faster half would be biased.
   return max(float(np.median(losses)) * 1e3, 0.0)
+
+
+# --- Costs of rounds, learned while serving -------------------------------------------
+
+
+class LearnedCosts:
+  """Costs of rounds that are learned from the calls that serve.
+
+  They are those of one kind of call: a bucket, greedy or sampled, and a number of rows.
+  A drafter that decides in each round how much to draft has one compiled call, which
+  prices make draft an exact number of tokens. Now and then a short call of each number
+  is timed: at first after 64 tokens, then at doubling distances. Until all have been
+  timed, tokens have a cautious price.
+
+  Attributes:
+    timed: number of tokens that every round of the next call drafts, because it is
+      timed; None lets the rounds decide.
+  """
+
+  def __init__(self, widths: Sequence[int]):
+    """Starts without times; `widths` are the numbers of tokens of a round, 0 first."""
+    self.timed: int | None = None
+    self._widths = tuple(widths)
+    self._times = {k: collections.deque[float](maxlen=SAMPLES) for k in widths}
+    self._waiting: list[int] = []  # widths to time next
+    self._is_new = True  # the first call may compile
+    self._tokens, self._due = 0, 0
+    self._rate = 0.0, 0.0  # decayed milliseconds and tokens of calls that decide
+
+  @property
+  def is_short(self) -> bool:
+    """Whether the next call should be short."""
+    return self._is_new or self.timed is not None
+
+  def prices(self, rows: int) -> np.ndarray:
+    """Returns the prices of the next call, see `ModelDrafter.propose`."""
+    if self.timed is not None:
+      is_drafted = np.arange(self._widths[-1]) < self.timed
+      return np.where(is_drafted, 0.0, np.inf).astype(np.float32)
+    if not all(self._times.values()):
+      return prices(self._widths, [1 + PRIOR * k for k in self._widths], 1 / rows)
+    times = np.maximum.accumulate([typical(self._times[k]) for k in self._widths])
+    ms, tokens = self._rate
+    token_ms = min(times[0] / rows, ms / tokens if tokens else np.inf)
+    return MARGIN * prices(self._widths, times.tolist(), token_ms)
+
+  def observe(self, rounds: int, tokens: int, ms: float) -> None:
+    """Takes the time of a call, and chooses whether the next one is timed."""
+    self._tokens += tokens
+    if not self._is_new and rounds:
+      if self.timed is not None:
+        self._times[self.timed].append(ms / rounds)
+        self._waiting.remove(self.timed)
+      else:
+        decay = (1 - 1 / MEMORY) ** tokens
+        self._rate = decay * self._rate[0] + ms, decay * self._rate[1] + tokens
+    self._is_new = False
+    if not self._waiting and self._tokens >= self._due:
+      self._waiting = list(self._widths)
+      gap = min(max(self._tokens, FIRST_GAP), LONGEST_GAP)
+      self._due = self._tokens + gap
+    self.timed = self._waiting[0] if self._waiting else None
 
 
 # --- Time of compiling ----------------------------------------------------------------

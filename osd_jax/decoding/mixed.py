@@ -130,10 +130,12 @@ class NgramDrafter(drafters.ModelDrafter):
   Attributes:
     target: the model it drafts for.
     size: tokens of served answers that the cache keeps.
+    widths: see `DecodeSpec.widths`.
   """
 
   target: base.Model
   size: int
+  widths: tuple[int, ...] = ()
 
   def init(
     self,
@@ -206,6 +208,7 @@ class NgramDrafter(drafters.ModelDrafter):
     all_logits = jnp.zeros(shape, logits.dtype).at[:, 0].set(logits)
     is_proposed = jnp.zeros(drafted.shape, bool)
     is_proposed = is_proposed.at[:, 0].set(_is_proposed(survival, prices[0]))
+    all_survival = jnp.zeros(drafted.shape).at[:, 0].set(survival)
     mean = params.right[_ANY] / params.scored[_ANY]
 
     def continues(carry):
@@ -215,20 +218,23 @@ class NgramDrafter(drafters.ModelDrafter):
       return (offset < num_draft_tokens) & (worth >= prices.at[offset].get(mode="clip"))
 
     def step(carry):
-      offset, survival, drafted, all_logits, is_proposed, state = carry
+      offset, survival, drafted, all_logits, is_proposed, all_survival, state = carry
       drafted, logits, state = self.next(params, state, rows, drafted, offset, noise)
       survival = survival * self._survival(params, state)
       passes = _is_proposed(survival, prices[offset])
       is_proposed = is_proposed.at[:, offset].set(passes)
       all_logits = all_logits.at[:, offset].set(logits)
-      return offset + 1, survival, drafted, all_logits, is_proposed, state
+      all_survival = all_survival.at[:, offset].set(survival)
+      return offset + 1, survival, drafted, all_logits, is_proposed, all_survival, state
 
-    carry = (jnp.int32(1), survival, drafted, all_logits, is_proposed, state)
-    _, _, drafted, all_logits, is_proposed, state = jax.lax.while_loop(
-      continues, step, carry
+    carry = (jnp.int32(1), survival, drafted, all_logits, is_proposed, all_survival)
+    _, _, drafted, all_logits, is_proposed, all_survival, state = jax.lax.while_loop(
+      continues, step, (*carry, state)
     )
     # Survival never rises, so the proposed tokens are a prefix.
     lengths = jnp.sum(is_proposed, axis=1, dtype=jnp.int32)
+    all_survival = jnp.where(running[:, None] & is_proposed, all_survival, 0.0)
+    lengths = jnp.minimum(lengths, self._most(jnp.sum(all_survival, axis=0), prices))
     drafted = jnp.maximum(drafted, 0)
     return self._proposal(params, state, rows, drafted, all_logits, lengths), state
 
@@ -244,6 +250,19 @@ class NgramDrafter(drafters.ModelDrafter):
     """A deterministic proposal."""
     del params, state, rows, logits
     return base.Proposal(tokens, None, lengths, jnp.ones(tokens.shape, bool))
+
+  def _most(self, survival: jax.Array, prices: jax.Array) -> jax.Array | int:
+    """Most tokens that are worth verifying; `survival` [K] is summed over the rows.
+
+    A verification takes as long as the smallest width that holds the tokens, so a
+    single token is worth little if it has to pay for three.
+    """
+    if not self.widths:
+      return len(prices)
+    gains = jnp.cumsum(survival) - jnp.cumsum(prices)
+    widths = np.asarray([*self.widths[::-1], 0])
+    gains = jnp.where(widths > 0, gains[widths - 1], 0.0)
+    return jnp.asarray(widths)[jnp.argmax(gains)]
 
   def _first_survival(
     self, survival: jax.Array, running: jax.Array, price: jax.Array
@@ -380,7 +399,11 @@ class Mixture(NgramDrafter):
   def resting(self) -> NgramDrafter:
     """The cache alone while the learned draft rests; `catch_up` ends the rest."""
     return NgramDrafter(
-      self.model, self.whole_logits, target=self.target, size=self.size
+      self.model,
+      self.whole_logits,
+      target=self.target,
+      size=self.size,
+      widths=self.widths,
     )
 
   def init(
@@ -431,6 +454,9 @@ class Mixture(NgramDrafter):
     bins = jnp.take_along_axis(state.bins, at[..., None], axis=1)
     return base.Proposal(tokens, logits, lengths, _is_by_cache(params, bins))
 
+  def _most(self, survival: jax.Array, prices: jax.Array) -> jax.Array | int:
+    return len(prices)  # the prices of its tokens hold steps of the draft, too
+
   def _first_survival(
     self, survival: jax.Array, running: jax.Array, price: jax.Array
   ) -> jax.Array:
@@ -458,7 +484,11 @@ class Mixture(NgramDrafter):
 
 
 def drafter(
-  draft: base.Model, whole_logits: bool, target: base.Model, size: int
+  draft: base.Model,
+  whole_logits: bool,
+  target: base.Model,
+  size: int,
+  widths: tuple[int, ...] = (),
 ) -> NgramDrafter:
   """Returns the mixture of a draft with an n-gram cache, or the cache if it is one.
 
@@ -467,11 +497,12 @@ def drafter(
     whole_logits: see `drafters.ModelDrafter`.
     target: the model it drafts for.
     size: tokens of served answers that a mixture's cache keeps.
+    widths: see `DecodeSpec.widths`.
   """
   if draft.absorb is None:
-    return Mixture(draft, whole_logits, target=target, size=size)
+    return Mixture(draft, whole_logits, target=target, size=size, widths=widths)
   size = jax.eval_shape(draft.init, jax.random.key(0)).ring.shape[0]
-  return NgramDrafter(draft, whole_logits, target=target, size=size)
+  return NgramDrafter(draft, whole_logits, target=target, size=size, widths=widths)
 
 
 def _advanced(

@@ -90,9 +90,10 @@ class DecodeSpec:
       )
       drafter = drafters.ModelDrafter(draft, whole)
       if cache_tokens or draft.absorb is not None:
-        drafter = mixed.drafter(draft, whole, target, cache_tokens)
-    # On a mesh a loop that ends by the rows' survival would need communication.
-    if not isinstance(drafter, mixed.NgramDrafter) or partitioner is not None:
+        # On a mesh a loop that ends by the rows' survival would need communication.
+        widths = widths if partitioner is None else ()
+        drafter = mixed.drafter(draft, whole, target, cache_tokens, widths)
+    if not isinstance(drafter, mixed.NgramDrafter):
       widths = ()
     return cls(target, drafter, partitioner=partitioner, widths=widths, **settings)
 

@@ -1,4 +1,9 @@
-"""The promotion gate: trained drafts serve while answers show that they are better.
+"""The gate: trained drafts that answers show to be worse do not serve.
+
+Without a setting, new drafts serve at once (the right side of the picture), and the
+draft that the run started with is the proven one. A new draft whose overlap on an
+answer is far below that of either is refused at once, see `is_far_worse`.
+With a `GateConfig`, trained drafts serve only while answers show that they are better:
 
                        promoted                       confirmed
     the proven draft ------------> the newest draft ------------+
@@ -55,6 +60,9 @@ BETS = (0.1, 0.3, 0.9)  # shares of the capital that are at risk in each answer
 CAP = 0.1
 WINDOW = 16  # scored answers after which a trial that shows no gain is lost
 EVERY = 4  # one of this many answers is scored while no trial leads
+# A new draft with less than this share of the overlap of the serving draft, or of the
+# proven one, is refused. One answer says little about smaller differences.
+LEAST_SHARE = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,13 +168,19 @@ class GateState:
 class Decision:
   """What the gate decided."""
 
-  name: str  # "promoted", "confirmed", "taken_back" or "floor_returned"
+  # "promoted", "confirmed", "taken_back", "floor_returned" or "refused"
+  name: str
   version: int  # version of the draft that was shown to be better
   answers: int  # number of answers that show it
   gain: float  # mean difference of overlap on them
 
   def sentence(self) -> str:
     """Returns the decision in words."""
+    if self.name == "refused":
+      return (
+        f"gate: version {self.version} does not serve; its overlap with an answer is"
+        f" {-self.gain:.3f} below that of the draft that serves."
+      )
     text = {
       "promoted": f"trained drafts serve, beginning with version {self.version}",
       "confirmed": f"version {self.version} is the draft to return to",
@@ -179,7 +193,17 @@ class Decision:
     )
 
 
-def loaded(state: GateState, version: int) -> GateState:
+def begin(follows: bool) -> GateState:
+  """Returns the first state; `follows`: new drafts serve without proof."""
+  return GateState(follows=follows, down=Series().begin() if follows else Series())
+
+
+def is_far_worse(overlap: float, other: float) -> bool:
+  """Whether a new draft is refused, by its overlap with an answer and the other's."""
+  return not overlap >= LEAST_SHARE * other  # true if it is NaN, too
+
+
+def loaded(state: GateState, version: int, follows: bool) -> GateState:
   """Returns the state after somebody has replaced the draft by this version.
 
   It is the proven draft from now on. Trials in progress are lost, and later ones use
@@ -188,8 +212,9 @@ def loaded(state: GateState, version: int) -> GateState:
   return GateState(
     proven=version,
     newest=version,
+    follows=follows,
     up=state.up.begin(),
-    down=state.down.end(),
+    down=state.down.begin() if follows else state.down.end(),
     floor=state.floor.begin(),
   )
 

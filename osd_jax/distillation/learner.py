@@ -4,7 +4,7 @@
 
 The server calls `Learner.observe` after each request. It returns the update that is
 due, if there is one, and the server then swaps in `Learner.serving`: the newest draft,
-or, with a gate (`gate.py`), the one that answers have shown to be better.
+or the one before if answers show that it is better (`gate.py`).
 
 An update draws its rows when it is launched and donates nothing, so serving and
 appending go on while it runs. The request at which its result is taken depends on the
@@ -55,7 +55,7 @@ class LearningConfig(base.Config):
       runs reproducible bit by bit.
     seed: seed of the replay draws.
     gate: serves trained drafts only while answers show that they are better than the
-      first one. None serves every new draft.
+      first one. None serves every new draft unless answers show that it is worse.
   """
 
   buffer: buffer_lib.BufferConfig = buffer_lib.BufferConfig()
@@ -302,10 +302,7 @@ class Learner:
   Attributes:
     config: buffer, updates and their schedule.
     finished: number of requests observed.
-    serving: parameters of the draft that should serve: the newest one that `observe`
-      returned, or the gate's choice.
-    version: its version; 0 is the first draft.
-    gate: state of the gate; it never changes if there is no gate.
+    gate: state of the gate, which chooses the draft that serves.
     decision: what the gate decided on the last request, if it decided anything.
     costs: measured costs, for the schedule; None until they are set.
     runner: runs the update in progress.
@@ -331,8 +328,9 @@ class Learner:
         " processes serve together: all must take an update at the same request."
       )
     self._draft, self.config = draft, config
-    self.finished, self.serving, self.version = 0, params, 0
-    self.gate, self.decision = gate_lib.GateState(), None
+    self.finished = 0
+    self.gate: gate_lib.GateState = gate_lib.begin(self._follows)
+    self.decision: gate_lib.Decision | None = None
     # Drafts that the gate compares, by role. Until the first update, all are the first.
     self._drafts: dict[str, base.Params] = dict.fromkeys(
       ("newest", "proven", "floor"), params
@@ -340,6 +338,9 @@ class Learner:
     trained, self._frozen = draft.split(params)
     self._since = 0  # rows added to the buffer before the last launch
     self._is_broken = False  # an answer had no finite overlap
+    # Overlap of a draft with the last answer; None: no new draft is checked.
+    self._score: Callable[[base.Params], float] | None = None
+    self._overlap = 0.0  # that of the serving draft
     self._schedule: Any = config.schedule.init()
     self.costs: Costs | None = None
     on_mesh = sharding.is_distributed(params) or jax.process_count() > 1
@@ -369,6 +370,21 @@ class Learner:
     self._buffer = sharding.copy_to_mesh_of(params, buffer)
 
   @property
+  def serving(self) -> base.Params:
+    """Parameters of the draft that should serve."""
+    return self._drafts["newest" if self.gate.follows else "proven"]
+
+  @property
+  def version(self) -> int:
+    """Version of the draft that should serve; 0 is the first draft."""
+    return self.gate.serving
+
+  @property
+  def _follows(self) -> bool:
+    """Whether new drafts serve until they are shown to be worse."""
+    return self.config.gate is None
+
+  @property
   def paused(self) -> bool:
     """Whether the schedule has paused updates."""
     return self._schedule.paused
@@ -376,8 +392,6 @@ class Learner:
   @property
   def rivals(self) -> dict[str, base.Params]:
     """Drafts whose overlaps with the next answer `observe` needs, for the gate."""
-    if self.config.gate is None:
-      return {}
     roles = {"rival": "proven" if self.gate.follows else "newest", "floor": "floor"}
     names = gate_lib.wanted(self.gate, self.finished)
     return {name: self._drafts[roles[name]] for name in names}
@@ -424,7 +438,7 @@ class Learner:
     """Goes on from another draft, which is the newest version from now on.
 
     The optimizer begins anew, and an update in progress is dropped. The buffer, the
-    schedule and the count of requests stay. With a gate, this draft is the proven one,
+    schedule and the count of requests stay. This draft is the proven one from now on,
     and the first draft returns if answers show that it is better.
     """
     self.runner.drop()
@@ -434,10 +448,8 @@ class Learner:
     # Not computed on the device, because that would compile a program during serving.
     counter = sharding.copy_to_mesh_of(params, jax.device_put(np.int32(version)))
     self.runner.learner = fresh.replace(version=counter)
-    self.serving, self.version = params, version
-    if self.config.gate is not None:
-      self._drafts |= {"newest": params, "proven": params}
-      self.gate = gate_lib.loaded(self.gate, version)
+    self._drafts |= {"newest": params, "proven": params}
+    self.gate = gate_lib.loaded(self.gate, version, self._follows)
 
   def wait_if_behind(self, in_flight: int) -> None:
     """Gives an update in progress time; called before a step of `in_flight` rows."""
@@ -449,6 +461,7 @@ class Learner:
     overlap: float,
     mixed: float | None = None,
     rivals: Mapping[str, float] = MappingProxyType({}),
+    score: Callable[[base.Params], float] | None = None,
   ) -> Outcome | None:
     """Adds a finished request and launches an update if one is due.
 
@@ -457,6 +470,8 @@ class Learner:
       overlap: overlap of the draft that served it, before it trains on the row.
       mixed: see `schedule.Request`.
       rivals: overlaps of the drafts in `self.rivals`.
+      score: returns the overlap of other parameters with this request. The draft of an
+        update that is due now serves only if it is not far worse; None does not check.
 
     Returns:
       The update that is due now, if any. `serving` is its draft, or the gate's choice.
@@ -471,10 +486,10 @@ class Learner:
         f" (its overlap on request {self.finished} is {overlap}); check its weights."
       )
     self.finished += 1
-    if self.config.gate is not None:
-      # Before the update is taken: its draft has not been scored on this request.
-      self._judge(self.config.gate, overlap, rivals)
-      overlap = overlap if np.isfinite(overlap) else 0.0
+    # Before the update is taken: its draft has not been scored on this request.
+    self._judge(self.config.gate or gate_lib.GateConfig(), overlap, rivals)
+    overlap = overlap if np.isfinite(overlap) else 0.0
+    self._overlap, self._score = overlap, score
     # Take a due update first, because the schedule may launch the next one below.
     outcome = self._take() if self.runner.due(self.finished) else None
     self._buffer = self._append(self._buffer, self._with_states(batch))
@@ -532,17 +547,15 @@ class Learner:
     launched, inputs = (has_rows and self.runner.pending()) or (None, None)
     arrays = {
       "learner": self.runner.learner,
-      # Not always `learner.served`: a moving average moves even if every slice of an
-      # update was skipped, and such an update is not swapped in.
-      "serving": self._draft.split(self.serving)[0],
+      # The newest is not always `learner.served`: a moving average moves even if every
+      # slice of an update was skipped, and such an update is not swapped in.
+      "drafts": {
+        name: self._draft.split(self._drafts[name])[0] for name in ("newest", "proven")
+      },
       "pending": inputs,
     }
     if has_rows:
       arrays["buffer"] = self._buffer
-    if self.config.gate is not None:
-      arrays["drafts"] = {
-        name: self._draft.split(self._drafts[name])[0] for name in ("newest", "proven")
-      }
     host = {
       "finished": self.finished,
       "since": self._since if has_rows else 0,
@@ -551,7 +564,6 @@ class Learner:
       "launched": launched,
       "slices": 0 if inputs is None else len(inputs),
       "gate": dataclasses.asdict(self.gate),
-      "version": self.version,
       "has_rows": has_rows,
     }
     return arrays, host
@@ -566,14 +578,12 @@ class Learner:
   def restore(self, arrays: dict[str, Any], host: dict[str, Any]) -> None:
     """Restores what `state` returned; launches the update in progress again."""
     self.runner.learner = arrays["learner"]
-    self.serving = self._draft.join(arrays["serving"], self._frozen)
     self._buffer = arrays.get("buffer", self._buffer)
     self.finished, self._since = host["finished"], host["since"]
     self._schedule = base.from_json(host["schedule"], type(self._schedule))
     self.costs = base.from_json(host["costs"], Costs | None)
-    self.version = host["version"]
     self.gate = base.from_json(host["gate"], gate_lib.GateState)
-    for name, trained in arrays.get("drafts", {}).items():
+    for name, trained in arrays["drafts"].items():
       self._drafts[name] = self._draft.join(trained, self._frozen)
     if host["launched"] is not None:
       self.runner.launch(arrays["pending"], host["launched"])
@@ -600,28 +610,40 @@ class Learner:
 
   def _take(self) -> Outcome:
     outcome = self.runner.take()
-    if outcome.changed:
-      newest = self._draft.join(outcome.learner.served, self._frozen)
-      if self.config.gate is not None:
-        self._drafts["newest"] = newest
-        self.gate = dataclasses.replace(self.gate, newest=outcome.version)
-      if self.config.gate is None or self.gate.follows:
-        self.serving, self.version = newest, outcome.version
+    if not outcome.changed:
+      return outcome
+    newest = self._draft.join(outcome.learner.served, self._frozen)
+    if not (self.gate.follows and self._refuses(newest, outcome.version)):
+      self._drafts["newest"] = newest
+      self.gate = dataclasses.replace(self.gate, newest=outcome.version)
     return outcome
+
+  def _refuses(self, newest: base.Params, version: int) -> bool:
+    """Whether a new draft was far worse on the last answer than those before."""
+    if self._score is None:
+      return False
+    overlap, serving, proven = self._score(newest), self._overlap, 0.0
+    if self.gate.rival is not None:
+      proven = self._score(self._drafts["proven"])
+    if not gate_lib.is_far_worse(overlap, max(serving, proven)):
+      return False
+    if proven >= serving:  # the draft that serves is on the same way down
+      self._drafts["newest"] = self._drafts["proven"]
+      self.gate = dataclasses.replace(self.gate, newest=self.gate.proven)
+    gain = (overlap if np.isfinite(overlap) else 0.0) - max(serving, proven)
+    self.decision = gate_lib.Decision("refused", version, 1, gain)
+    return True
 
   def _judge(
     self, config: gate_lib.GateConfig, overlap: float, rivals: Mapping[str, float]
   ) -> None:
     """Lets the gate decide which draft serves from now on."""
     self.gate, self.decision = gate_lib.observe(config, self.gate, overlap, **rivals)
-    if self.decision is None:
-      return
-    if self.decision.name in ("promoted", "confirmed"):
-      self._drafts["proven"] = self._drafts["newest"]
-    elif self.decision.name == "floor_returned":
-      self._drafts["proven"] = self._drafts["floor"]
-    self.version = self.gate.serving
-    self.serving = self._drafts["newest" if self.gate.follows else "proven"]
+    match self.decision and self.decision.name:
+      case "promoted" | "confirmed":
+        self._drafts["proven"] = self._drafts["newest"]
+      case "floor_returned":
+        self._drafts["proven"] = self._drafts["floor"]
 
 
 @functools.partial(jax.jit, static_argnums=0)

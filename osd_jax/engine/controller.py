@@ -9,6 +9,9 @@
     probing    one call with the smallest K > 0, then drafting or plain again
 
 A fixed K is a controller with one candidate: it needs no costs and always returns it.
+An n-gram cache alone needs no choice either, because a round that drafts no token takes
+as long as a plain step. Its prices are learned (`costs.measure`). A new draft model
+that is mixed with it rests until an update has trained it.
 
 Some drafters know the probability that a token survives, and stop by themselves (see
 `decoding.mixed`). Then the controller has two candidates, plain decoding and drafting.
@@ -25,7 +28,9 @@ with the same table repeats. Outputs do not depend on K: greedy and coupled outp
 the same tokens, sampled outputs of the rejection and block rules have the same law.
 """
 
+import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from osd_jax import base
+from osd_jax.costs.measure import TIMED_ROUNDS, LearnedCosts
 from osd_jax.costs.table import RoundCosts, expected_tokens, prices
 from osd_jax.engine.requests import DecodingConfig
 
@@ -46,6 +52,7 @@ START = 0.8  # acceptance assumed at the start: high, because drafting corrects 
 DOUBT = 1.0  # standard errors granted to the draft before it is given up
 CALL_SHARE = 0.005  # share of a call's time that its fixed cost may take
 DEBT = 512  # plain steps after which any loss of drafting is forgiven
+MOST_ROUNDS = 64  # of a call whose prices are learned
 LENGTH_MEMORY = 64.0  # rounds over which the number of drafted tokens is averaged
 
 
@@ -168,10 +175,15 @@ class Controller:
     candidates: every K that may be chosen, ascending.
     costs: tables by bucket, given or measured.
     state: state of the choice.
+    rests: whether the draft of a mixture waits until it is trained.
   """
 
   def __init__(
-    self, decoding: DecodingConfig, has_draft: bool, by_survival: bool = False
+    self,
+    decoding: DecodingConfig,
+    has_draft: bool,
+    by_survival: bool = False,
+    is_cache: bool = False,
   ):
     """Reads the tables of the config, without measuring any.
 
@@ -179,6 +191,7 @@ class Controller:
       decoding: rows, K and the tables.
       has_draft: whether there is anything to draft with.
       by_survival: whether the drafter decides in each round how much to draft.
+      is_cache: whether the drafter is the n-gram cache alone.
     """
     self.costs: dict[int, RoundCosts] = {}
     self.candidates: tuple[int, ...] = (decoding.num_draft_tokens if has_draft else 0,)
@@ -187,6 +200,11 @@ class Controller:
       config = decoding.adaptive.up_to(decoding.num_draft_tokens)
       self.candidates = config.candidates
       self.costs = dict(zip(decoding.source_lengths, config.costs, strict=False))
+    self._learned: dict[Any, LearnedCosts] | None = None
+    self.rests, self._is_cache = False, is_cache
+    if by_survival and not self.costs:
+      new = functools.partial(LearnedCosts, self.candidates)
+      self._learned = collections.defaultdict(new)
     # The Ks that `choose` returns.
     ends = (0, self.candidates[-1])
     self._choices = ends if by_survival else self.candidates
@@ -195,14 +213,26 @@ class Controller:
   def reset(self) -> None:
     """Forgets acceptance, but not costs."""
     self.state = initial(self._choices, self._rows)
+    if self.rests:
+      self.state = dataclasses.replace(self.state, num_draft_tokens=0)
     self._spent_ms = 0.0  # on the draft since the last call
     # No row of the call may draft, which says nothing about the draft.
     self._is_mute = False
 
   @property
   def is_fixed(self) -> bool:
-    """Whether K is the same in every call."""
-    return len(self.candidates) == 1
+    """Whether K is the same in every call, and the draft never rests."""
+    return len(self.candidates) == 1 or (self._is_cache and self._learns)
+
+  @property
+  def _learns(self) -> bool:
+    """Whether the n-gram cache drafts alone, and its prices are learned."""
+    return self._learned is not None and (self._is_cache or self.rests)
+
+  def rest(self) -> None:
+    """Lets the draft of a mixture wait, while the n-gram cache drafts alone."""
+    self.rests = self._learned is not None and not self._is_cache
+    self.reset()
 
   def charge_prefill(self, bucket: int) -> None:
     """Accounts for the draft's prefill of an arriving prompt."""
@@ -228,6 +258,15 @@ class Controller:
       prefills: prefill calls that it needs.
       undrafted: those of the rows whose requests must not draft.
     """
+    if self._learned is not None and self._learns:
+      self._kind = bucket, is_sampled, len(rows)
+      learned = self._learned[self._kind]
+      self._is_mute = len(undrafted) == len(rows)
+      max_rounds = TIMED_ROUNDS if learned.is_short else MOST_ROUNDS
+      token_prices = learned.prices(len(rows))
+      if self._is_mute:
+        token_prices, max_rounds = np.full_like(token_prices, np.inf), MOST_ROUNDS
+      return Choice(self.candidates[-1], max_rounds, token_prices, self.rests)
     if self.is_fixed:  # a round that verifies K tokens would take longer
       return Choice(0 if len(undrafted) == len(rows) else self.candidates[0])
     self.state = dataclasses.replace(self.state, undrafted=tuple(undrafted))
@@ -255,9 +294,12 @@ class Controller:
     k = num_draft_tokens or self._choices[-1]
     return Choice(k, max_rounds, token_prices, by_cache)
 
-  def observe(self, result: RoundResult) -> None:
-    """Updates the state after a call with the chosen K."""
-    if not self.is_fixed and not self._is_mute:
+  def observe(self, result: RoundResult, ms: float) -> None:
+    """Updates the state after a call with the chosen K, which took `ms`."""
+    if self._learned is not None and self._learns:
+      if not self._is_mute:
+        self._learned[self._kind].observe(result.rounds, sum(result.emitted), ms)
+    elif not self.is_fixed and not self._is_mute:
       result = dataclasses.replace(result, catch_up_ms=self._spent_ms)
       # A round takes as long as its longest proposal.
       longest = max(result.judged) / max(result.rounds, 1)

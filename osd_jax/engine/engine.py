@@ -199,7 +199,8 @@ class Engine:
         self.shortlist = np.arange(draft.shortlist, dtype=np.int32)
       self._prepare_draft_params(draft_params)
     widths = self.spec.widths
-    self.controller = Controller(config, draft is not None, by_survival=bool(widths))
+    is_cache = draft is not None and draft.absorb is not None
+    self.controller = Controller(config, draft is not None, bool(widths), is_cache)
     self._warm: set[int] = set()  # buckets whose calls are compiled and measured
     self._budget = measurement.SharedBudget()
     self._waiting: deque[tuple[int, Request]] = deque()
@@ -269,6 +270,8 @@ class Engine:
       self.shortlist = np.asarray(shortlist, np.int32)
     self._prepare_draft_params(draft_params)
     self.draft_version = version
+    if version:
+      self.controller.rests = False
     self._number_noise()
 
   def _prepare_draft_params(self, draft_params: base.Params) -> None:
@@ -362,6 +365,7 @@ class Engine:
     rows = self._occupied()
     if not rows:
       return []
+    self._warm_up_bucket(self._bucket)  # a draft that rested may be trained now
     watch = measure.Stopwatch()
     is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
     choice, max_rounds = self._choose(rows, is_sampled)
@@ -384,7 +388,7 @@ class Engine:
       self._bucket, len(rows), is_sampled, drafted, choice.by_cache, count, *times
     )
     self._progress, self._prefill_ms = after, 0.0
-    ended = self._observe(rows, before)
+    ended = self._observe(rows, before, milliseconds)
     spent = watch.ms
     for _, slot in rows:
       # All rows run in the same call, so each request pays an equal share of its time.
@@ -421,7 +425,9 @@ class Engine:
       Answers to made-up requests, with which a caller may warm up its own calls.
     """
     lengths, memory, answers = self.config.source_lengths, self.memory, []
-    submitted = self.submitted
+    submitted, rests = self.submitted, self.controller.rests
+    self.controller.rests = False  # so that all calls are compiled
+    self.controller.reset()
     for length in lengths:  # one after the other, or all rows would have the longest
       prompt = np.full(length, base.EOS_ID, np.int32)
       answers += self.run([Request(prompt, max_new_tokens=1)])
@@ -432,6 +438,8 @@ class Engine:
         self._warm_up_insertion(state, after)
     self._warm_up_swap()
     self.clear()
+    if rests:
+      self.controller.rest()
     if memory is not None:
       self._serve_memory(memory)  # without the made-up requests
     self.submitted = submitted
@@ -574,7 +582,7 @@ class Engine:
     A fixed K needs neither: the first request compiles all there is.
     """
     controller = self.controller
-    if controller.is_fixed or bucket in self._warm:
+    if controller.is_fixed or controller.rests or bucket in self._warm:
       return
     self._warm.add(bucket)
     if bucket in controller.costs:
@@ -663,7 +671,9 @@ class Engine:
       slot.lacks_draft = False
     self._state = steps.catch_up(self.spec, self.served, self._state)
 
-  def _observe(self, rows: list[tuple[int, Slot]], before: RowProgress) -> list[int]:
+  def _observe(
+    self, rows: list[tuple[int, Slot]], before: RowProgress, milliseconds: float
+  ) -> list[int]:
     """Informs the controller about a call, and returns the rows that ended."""
     after = self._progress
     self.controller.observe(
@@ -672,7 +682,8 @@ class Engine:
         emitted=tuple((after.length - before.length).tolist()),
         judged=tuple((after.drafted - before.drafted).tolist()),
         accepted=tuple((after.accepted - before.accepted).tolist()),
-      )
+      ),
+      milliseconds,
     )
     return [
       number

@@ -31,7 +31,7 @@ from osd_jax.engine.steps import PaddedPrompt, PromptBatch
 if TYPE_CHECKING:
   from osd_jax.engine.engine import CallTime, Engine
 
-CALL_SECONDS, UPDATE_SECONDS = 4.0, 4.0  # budgets; together under 10 seconds
+CALL_SECONDS, UPDATE_SECONDS = 3.0, 4.0  # budgets; together under 10 seconds
 CALL_MS, MOST_ROUNDS = 10.0, 8  # rounds of a timed call: until it takes this long
 TEMPERATURES = (0.0, 1.0)  # of greedy and of sampled rows
 STEPS = 4  # in a timed loop of single steps
@@ -397,7 +397,7 @@ def measure_run(
     sampling: sampling of the run's requests.
     report: called with each progress line.
   """
-  report("Measuring costs on this machine: calls, at most 4 s ...")
+  report("Measuring costs on this machine: calls, at most 3 s ...")
   engine, config = server.engine, server.engine.config
   rows, online = _Rows(engine, bucket, sampling), engine.measured.get(bucket)
   if online is None:

@@ -34,8 +34,9 @@ class AdaptiveConfig(base.Config):
       `DecodingConfig.num_draft_tokens` are left out. With an n-gram cache, the numbers
       of tokens that a verification may have. One compilation each.
     costs: one table for each of `DecodingConfig.source_lengths`, for greedy and sampled
-      rows alike. Without tables, both are measured before the first call. A run repeats
-      exactly only with given tables.
+      rows alike. Without tables, both are measured before the first call; the n-gram
+      cache alone learns them while it serves. A run repeats exactly only with given
+      tables.
   """
 
   candidates: tuple[int, ...] = (0, 1, 3, 5, 7, 11, 16)

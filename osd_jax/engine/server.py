@@ -21,6 +21,7 @@ from osd_jax.distillation.learner import Learner, LearningConfig, Outcome
 from osd_jax.engine import agreement
 from osd_jax.engine.engine import Engine
 from osd_jax.engine.requests import (
+  AdaptiveConfig,
   Answer,
   DecodingConfig,
   Finished,
@@ -36,12 +37,25 @@ TUNED = LearningConfig()
 # One bucket, because the learner pads every prompt to the longest one.
 DECODING = DecodingConfig(num_draft_tokens=7)
 
+_FEW = (3, 7)  # numbers of tokens of a verification; each takes time to compile
 _END: Any = object()  # of an iterator; None means that no request is waiting now
 
 
-def with_cache(decoding: DecodingConfig) -> DecodingConfig:
-  """Adds an n-gram cache, which helps while a new draft has learned nothing yet."""
-  return dataclasses.replace(decoding, cache_tokens=decoding.cache_tokens or 2**16)
+def by_worth(decoding: DecodingConfig) -> DecodingConfig:
+  """Adds an n-gram cache, and lets every round choose how much it drafts.
+
+  So a draft that knows nothing yet costs nothing. Several processes share no cache, and
+  keep what was set.
+  """
+  if jax.process_count() > 1:
+    return decoding
+  largest = decoding.num_draft_tokens
+  candidates = (0, *(k for k in _FEW if k < largest), largest)
+  return dataclasses.replace(
+    decoding,
+    cache_tokens=decoding.cache_tokens or 2**16,
+    adaptive=decoding.adaptive or AdaptiveConfig(candidates),
+  )
 
 
 @dataclasses.dataclass
@@ -125,24 +139,26 @@ class Server:
       partition: mesh over the devices.
       engine: makes the engine from (decoding, the `pair` that was given, the loaded
         pair, partition); None: an `Engine` in this process. See `ReplicaConfig.engine`.
-      target: folder or file of a target, instead of `pair`; the draft is a new one,
-        mixed with an n-gram cache.
+      target: folder or file of a target, instead of `pair`. The draft is a new one,
+        mixed with an n-gram cache, which rests until it is trained.
 
     Raises:
       InputError: a file is missing or broken, or the parts do not belong together.
     """
     if target or isinstance(pair, str):
       pair = pairs.PairConfig(target=target or str(pair))
-      decoding = with_cache(decoding)
     partitioner = sharding.make(partition)
-    self.pair = pairs.load_pair(pair, partitioner).with_cache_size(
-      decoding.cache_tokens
-    )
+    self.pair = pairs.load_pair(pair, partitioner)
+    if self.pair.is_new:
+      decoding = by_worth(decoding)
+    self.pair = self.pair.with_cache_size(decoding.cache_tokens)
     self.engine: Any = (
       Engine(decoding, *self.pair.models, partitioner)
       if engine is None
       else engine(decoding, pair, self.pair, partition)
     )
+    if self.pair.is_new and engine is None:
+      self.engine.controller.rest()
     self.statistics = Statistics()
     self._learning = learning
     self._learner: Learner | None = None
@@ -360,7 +376,7 @@ class Server:
 
     Returns:
       The update that has ended, if there was one. Its draft serves from now on, unless
-      there is a gate that decides otherwise.
+      the gate decides otherwise.
     """
     self._check_process()
     if not _teaches(done):
@@ -372,7 +388,8 @@ class Server:
     mixed = None
     if self.engine.config.cache_tokens and done.drafted:
       mixed = done.accepted / done.drafted
-    outcome = self.learner.observe(done.batch, overlap, mixed, rivals)
+    score = lambda params: self._overlap(params, done)
+    outcome = self.learner.observe(done.batch, overlap, mixed, rivals, score)
     return self._publish(outcome, background)
 
   def score_rivals(
@@ -386,11 +403,13 @@ class Server:
     """
     if not _teaches(done):
       return {}
-    overlaps = {} if floor_overlap is None else {"floor": floor_overlap}
-    return {
-      name: overlaps[name] if name in overlaps else self._overlap(params, done)
-      for name, params in self.learner.rivals.items()
-    }
+    overlaps = {}
+    for name, params in self.learner.rivals.items():
+      if floor_overlap is not None and params is self.pair.draft_params:
+        overlaps[name] = floor_overlap
+      else:
+        overlaps[name] = self._overlap(params, done)
+    return overlaps
 
   def finish_learning(self, background: bool = False) -> Outcome | None:
     """Waits for a running update and takes its draft; `background` as in `learn`."""

@@ -377,8 +377,6 @@ class Loop:
     self, answer: Finished, row: rows_lib.Request, beside: bool
   ) -> tuple[rows_lib.Request, dict[str, float]]:
     """Returns the row with what a gate adds to it, and the overlaps that it needs."""
-    if self.settings.learning.gate is None:
-      return row, {}
     started = time.perf_counter()
     rivals = self.server.score_rivals(answer, row.floor_overlap)
     gate_ms = (time.perf_counter() - started) * 1e3

@@ -80,8 +80,7 @@ class Request(Row):
   *recorded*: the answer has the target's distributions, as always in osd online.
   *floor*: with `OnlineConfig.floor_metering`. *compared*: one of
   `OnlineConfig.compare_every` requests, chosen at random. *learning*: with
-  `OnlineConfig.learn`. *gate*: while learning, with `LearningConfig.gate`. *judged*:
-  while learning, from the first comparison on.
+  `OnlineConfig.learn`. *judged*: while learning, from the first comparison on.
 
   Attributes:
     index: count | number of requests that finished before this one
@@ -127,9 +126,9 @@ class Request(Row):
     certificate: object, see below | compared, if outputs must equal plain decoding's
       (an exact rule, and temperature 0 or coupling); also with `NOT_FINITE` | the
       verdict on this output
-    rival_overlap: 0..1 | gate | `distribution_overlap` of the draft that the gate
+    rival_overlap: 0..1 | learning | `distribution_overlap` of the draft that the gate
       compares with the serving one; missing if it was not measured
-    gate_ms: ms | gate | measuring the gate's drafts, while serving waited;
+    gate_ms: ms | learning | measuring the gate's drafts, while serving waited;
       `metering_beside_ms` holds it while serving continued
     paused: true or false | learning | whether the schedule has paused updates
     run_seconds: s | wall time since the first request, over all sessions of the run
@@ -213,7 +212,7 @@ class Gate(Row):
     finished: requests | finished requests when it was logged
     name: name | `promoted`: trained drafts serve from now on; `confirmed`: a newer
       draft is the one to return to; `taken_back`: it serves again; `floor_returned`:
-      the first draft serves again
+      the first draft serves again; `refused`: a new draft was far worse on an answer
     version: count | version of the draft that was shown to be better
     answers: count | answers that show it
     gain: overlap | its mean lead on them

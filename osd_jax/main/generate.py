@@ -25,6 +25,9 @@ from osd_jax.report import progress
 # Lengths that prompts are padded to if the settings state none. Each is compiled when
 # the first prompt needs it.
 _LENGTHS = (*server.DECODING.source_lengths, 256, 1024)
+# With fewer tokens to decode, compiling what drafts from the n-gram cache takes longer
+# than it can save.
+_FEW_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +75,18 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   given_prompts = None if is_typed else list(_given(arguments))
   console = rich.console.Console(stderr=True)
   with progress.status(console, "loading target and draft"):
-    pair = pairs.load_pair(config.pair, sharding.make(config.partition))
+    pair_config = _drafting(config, arguments, given_prompts)
+    pair = pairs.load_pair(pair_config, sharding.make(config.partition))
   decoding = _enough(config.decoding, pair, arguments, given_prompts)
-  if config.pair.named("draft") == pairs.ATTACHED:
-    decoding = server.with_cache(decoding)
+  if pair_config.named("draft") in (pairs.ATTACHED, pairs.CACHE):
+    decoding = server.by_worth(decoding)
+  name, options = pairs.shipped_draft(pair)
+  if name and not config.pair.draft:
+    print(
+      f"osd generate: a trained draft for {name} ships with this package. If your"
+      f" target is this model or a copy of it, add {options}",
+      file=sys.stderr,
+    )
   if arguments.learn:
     runs.check_output("--save", draft_path, needed_bytes=pair.draft_bytes)
   with server.Server(pair, decoding, config.learning, config.partition) as serving:
@@ -98,6 +109,21 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
       if serving.statistics.requests:
         _conclude(serving, draft_path if arguments.learn else None, loading_ms)
   return 1 if is_broken else 2 if prompts.is_refused else 0
+
+
+def _drafting(
+  config: GenerateConfig, arguments: argparse.Namespace, known: list[Any] | None
+) -> pairs.PairConfig:
+  """Returns the pair with what drafts by default; a new draft is of use if it learns.
+
+  Otherwise the n-gram cache drafts, or nothing for a few tokens.
+  """
+  pair = config.pair
+  if pair.draft or arguments.learn or pair.named("draft") != pairs.ATTACHED:
+    return pair
+  most = arguments.max_new_tokens or config.decoding.target_length
+  is_little = known is not None and len(known) * most < _FEW_TOKENS
+  return dataclasses.replace(pair, draft=pairs.NONE if is_little else pairs.CACHE)
 
 
 def _template(config: GenerateConfig, arguments: argparse.Namespace) -> Prompt:

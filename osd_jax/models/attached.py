@@ -315,7 +315,8 @@ def load(
       raise base.InputError(
         f"{fact} An attached draft works with its own target only. Name that target, or"
         " start a new draft with draft = 'attached'; if one target is a quantized or"
-        " fine-tuned copy of the other, set PairConfig.sibling_draft = True."
+        " fine-tuned copy of the other, set PairConfig.sibling_draft = True (as a flag,"
+        " --gin.PairConfig.sibling_draft=True)."
       )
     sizes = header.get("target_sizes") or target.sizes
     if sizes != target.sizes:

@@ -100,15 +100,20 @@ _DECISIONS = {
 
 
 def _gate_sentence(rows: Sequence[Row]) -> str:
-  """Says what the gate decided; "" if the run had no gate."""
-  if all(row.gate_ms is None for row in rows_lib.of(Request, rows)):
-    return ""
+  """Says what the gate decided; "" if it decided nothing and trained drafts served."""
+  decisions = rows_lib.of(rows_lib.Gate, rows)
   parts = [
     _DECISIONS[row.name].format(row.finished)
-    for row in rows_lib.of(rows_lib.Gate, rows)
+    for row in decisions
     if row.name in _DECISIONS
   ]
-  return f"Gate: {', '.join(parts) or 'the first draft served all requests'}."
+  if refused := sum(row.name == "refused" for row in decisions):
+    parts.append(f"{refused} new drafts were far worse and did not serve")
+  requests = rows_lib.of(Request, rows)
+  if not parts and any(row.gate_ms is not None for row in requests):
+    if not any(row.draft_version for row in requests):
+      parts.append("the first draft served all requests")
+  return f"Gate: {', '.join(parts)}." if parts else ""
 
 
 def _headline(

@@ -43,6 +43,11 @@ PROGRAMS = {
     "adaptive, speed over plain",
     "adaptive, drafted per target call",
   ),
+  "benchmarks/bench_target_alone.py --target shipped:demo_target.safetensors"
+  " --file prompts.txt --answers 3 --lengths 8 --temperatures 0": (
+    "8 tokens, temperature 0.0: ",
+    "tokens per call",
+  ),
   f"benchmarks/bench_batching.py {TINY} --rows 2 --alphas .5 --waves 1": (
     "alpha 0.5, drafted tokens accepted",
     "break-even alpha",
@@ -115,6 +120,7 @@ def test_program_prints_its_figures(command, repository, lively_pair, tmp_path):
     words[-1:] = [*small, *SMALL]
   if words[-1] == "GIN":
     words[-1:] = [f"--gin={binding}" for binding in (*small, *SMALL)]
+  (tmp_path / "prompts.txt").write_text("How many films are there?\n" * 3)
   paths = (repository / "benchmarks", repository)
   environment = {
     **os.environ,

@@ -130,3 +130,72 @@ def test_stopwatch_leaves_out_compiling():
   compiled_ms = measure.compiling_ms() - before
   assert compiled_ms > 0
   assert watch.ms < 1e3 * 60 and watch.ms >= 0
+
+
+# --- Costs that are learned from calls that serve ---
+
+WIDTHS = (0, 3, 7)
+COSTS = {0: 20.0, 3: 26.0, 7: 34.0}
+
+
+def serve(costs, calls, ms=lambda k, rounds: COSTS[k] * rounds, tokens_per_round=1):
+  """Makes calls as an engine does; returns what was timed, with the tokens before."""
+  timed, tokens = [], 0
+  for _ in range(calls):
+    rounds = measure.TIMED_ROUNDS if costs.is_short else 16
+    if costs.timed is not None:
+      timed.append((tokens, costs.timed))
+    k = 0 if costs.timed is None else costs.timed
+    costs.observe(rounds, rounds * tokens_per_round, ms(k, rounds))
+    tokens += rounds * tokens_per_round
+  return timed
+
+
+def test_tokens_are_dear_until_all_widths_were_timed():
+  costs = measure.LearnedCosts(WIDTHS)
+  np.testing.assert_allclose(costs.prices(rows=1), [measure.PRIOR] * 7, rtol=1e-6)
+  np.testing.assert_allclose(costs.prices(rows=4), [4 * measure.PRIOR] * 7, rtol=1e-6)
+
+
+def test_prices_follow_the_timed_calls():
+  costs = measure.LearnedCosts(WIDTHS)
+  serve(costs, 6)
+  assert costs.timed is None
+  np.testing.assert_allclose(costs.prices(rows=1), [0.115] * 7, rtol=1e-5)
+  # A token that is emitted in half of the time makes the time of a draft worth more.
+  serve(costs, 200, tokens_per_round=2)
+  assert costs.timed is None
+  np.testing.assert_allclose(costs.prices(rows=1), [0.23] * 7, rtol=0.1)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_timed_call_drafts_exactly_this_width(width):
+  costs = measure.LearnedCosts(WIDTHS)
+  costs.timed = width
+  assert (costs.prices(rows=1) == 0).tolist() == [i < width for i in range(7)]
+  assert np.isinf(costs.prices(rows=1)[width:]).all()
+
+
+def test_timing_takes_a_small_share_that_shrinks():
+  timed = serve(measure.LearnedCosts(WIDTHS), 400)
+  assert [k for _, k in timed] == list(WIDTHS) * (len(timed) // 3)
+  tokens = [before for before, k in timed if k == WIDTHS[0]]
+  gaps = np.diff(tokens)
+  assert tokens[0] <= 2 and gaps[0] >= measure.FIRST_GAP
+  assert (np.diff(gaps) > -measure.FIRST_GAP).all() and max(gaps) > 1000
+  rounds = 400 * 16 * measure.TIMED_ROUNDS / 16
+  assert len(timed) * measure.TIMED_ROUNDS < 0.05 * rounds * 16
+
+
+def test_first_call_and_slow_calls_do_not_count():
+  """The first may compile, and other work of the machine only adds to a time."""
+  costs = measure.LearnedCosts(WIDTHS)
+  calls = iter(range(10**6))
+
+  def ms(k, rounds):
+    call = next(calls)
+    slow = 1e5 if call == 0 else 50.0 if call % 7 == 3 else 0.0
+    return COSTS[k] * rounds + slow
+
+  serve(costs, 300, ms)
+  np.testing.assert_allclose(costs.prices(rows=1), [0.115] * 7, atol=0.05)

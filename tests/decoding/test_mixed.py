@@ -112,6 +112,25 @@ def test_token_of_the_cache_alone_that_is_not_worth_its_price_is_not_proposed(ki
       assert int(final.counters.rounds[0]) == 40  # plain steps
 
 
+@pytest.mark.parametrize(
+  ("survival", "most"),
+  [
+    ((0.9, 0, 0, 0, 0, 0, 0), 0),  # one token would have to pay for three
+    ((0.9, 0.8, 0.7, 0, 0, 0, 0), 3),
+    ((0.9, 0.8, 0.7, 0.2, 0.1, 0, 0), 3),
+    ((0.9, 0.9, 0.8, 0.7, 0.7, 0.6, 0.5), 7),
+    ((2.7, 0, 0, 0, 0, 0, 0), 3),  # of three rows together
+  ],
+)
+def test_cache_alone_proposes_the_width_that_gains_most(survival, most):
+  drafter = mixed.drafter(ngrams.build(MODEL, 1 << 12), False, MODEL, 0, (3, 7))
+  prices = jnp.full(7, 0.4)
+  assert int(drafter._most(jnp.asarray(survival, jnp.float32), prices)) == most
+  # Tokens without a price are proposed whatever their survival, and dear ones never.
+  prices = jnp.asarray([0.0] * 3 + [np.inf] * 4)
+  assert int(drafter._most(jnp.zeros(7), prices)) == 3
+
+
 @pytest.mark.parametrize("rule", accept_lib.RULES)
 @pytest.mark.parametrize("lengths", [(0, 0), (2, 1), (3, 0), (7, 7), (4, 16)])
 def test_only_the_smallest_width_that_holds_all_proposals_is_judged(lengths, rule):

@@ -163,11 +163,35 @@ def test_gate_serves_the_first_draft_until_a_trained_one_is_better(learner_of):
   assert_same_bits(one.serving, proven)
 
 
-def test_learner_without_a_gate_has_no_rivals(learner_of):
+def test_every_new_draft_serves_by_default_until_it_is_shown_to_be_worse(learner_of):
   one = learner_of()
   judge(one, 0.0, 4 * INTERVAL)
-  assert one.version >= 2 and not one.rivals and one.decision is None
+  assert one.version >= 2 and one.decision is None
   assert_same_bits(one.serving, one.runner.learner.served)
+  judge(one, 0.9, 30)
+  assert one.decision.name == "taken_back" and one.version == 0
+  assert_same_bits(one.serving, params())
+  judge(one, 0.4, 2 * INTERVAL)  # from here on trained drafts have to be better
+  assert one.version == 0 < one.gate.newest
+
+
+@pytest.mark.parametrize("score", [0.3, math.nan])
+def test_draft_that_is_far_worse_on_an_answer_never_serves(learner_of, score):
+  one = learner_of()
+
+  def observe(scores, requests):
+    decisions = set()
+    for _ in range(requests):
+      one.observe(row(one.finished), 0.5, score=lambda params: scores)
+      decisions.add(one.decision and one.decision.name)
+    return decisions
+
+  assert observe(score, 3 * INTERVAL) == {None, "refused"}
+  assert one.version == 0 and int(one.runner.learner.version) >= 2
+  assert_same_bits(one.serving, params())
+  one.finish()  # the last update is checked, too
+  assert one.version == 0
+  assert observe(0.45, 2 * INTERVAL) == {None} and one.version > 2
 
 
 def test_gate_replaces_a_broken_draft_instead_of_ending_the_run(learner_of):
@@ -238,7 +262,7 @@ def test_draft_with_broken_scores_must_not_be_saved(learner_of):
   one.check_finite()
   feed(one, [0.5] * INTERVAL)
   one.check_finite()
-  one.serving = one.serving * jnp.nan
+  one._drafts["newest"] = one.serving * jnp.nan
   with pytest.raises(base.InputError, match="the draft is not saved: .* not finite"):
     one.check_finite()
   # The first draft may be broken before any update.

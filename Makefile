@@ -8,6 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 STAMP_UNIT := .venv/.installed-unit
+STAMP_DEMO := .venv/.installed-demo
 STAMP_HF := .venv/.installed-hf
 COMPILERS := .venv-aot
 STAMP_AOT := $(COMPILERS)/.installed
@@ -16,6 +17,7 @@ CODE := osd_jax osd_serve osd_tools tests benchmarks experiments notebooks
 UNIT_EXTRAS := llama,gguf,parquet,plots,log,serve,test
 $(STAMP): EXTRAS := data,replicas,docs,dev,$(UNIT_EXTRAS)
 $(STAMP_UNIT): EXTRAS := $(UNIT_EXTRAS)
+$(STAMP_DEMO): EXTRAS := plots
 # Run uv to check it: on PATH there may be a shim of a version manager that fails.
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
 
@@ -32,7 +34,7 @@ help: ## show this list
 
 # Without bytecode, importing tensorflow and seqio takes 9 s instead of 3. Both installers
 # therefore compile it, even if PYTHONDONTWRITEBYTECODE is set.
-$(STAMP) $(STAMP_UNIT): pyproject.toml constraints.txt
+$(STAMP) $(STAMP_UNIT) $(STAMP_DEMO): pyproject.toml constraints.txt
 	@$(BIN)/python --version >/dev/null 2>&1 \
 	  || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 	  || { echo "$(PYTHON) is not Python 3.11 to 3.13; choose another: make PYTHON=python3.12" >&2; exit 1; }
@@ -53,13 +55,13 @@ $(STAMP_HF): $(STAMP)
 
 install: $(STAMP) ## make .venv with the pinned dependencies
 
-# Demos and unit tests need no tensorflow and no ray, so a fresh clone is ready sooner.
-READY = $(or $(wildcard $(STAMP)),$(STAMP_UNIT))
+# Demos need few packages, so a fresh clone is ready sooner.
+FOR_DEMO = $(firstword $(wildcard $(STAMP) $(STAMP_UNIT)) $(STAMP_DEMO))
 
-demo: $(READY) ## a draft learns from four topics and serves them faster: 4 minutes
+demo: $(FOR_DEMO) ## a draft learns from four topics and serves them faster: 4 minutes
 	$(BIN)/osd online --gin_file=gin_configs/runs/demo_padded.gin
 
-demo-independent: $(READY) ## the same topics with a separate draft model, as in the paper
+demo-independent: $(FOR_DEMO) ## the same topics with a separate draft model, as in the paper
 	$(BIN)/osd online --gin_file=gin_configs/runs/demo_independent.gin
 
 docs: $(STAMP) ## serve the docs on this machine, rebuilt when a page changes
@@ -96,7 +98,7 @@ test-slow: $(STAMP) ## tests of whole runs, several processes and the docs
 # The files whose tests take at most 3 s together. They need no tensorflow and no ray.
 UNIT = $(shell awk -F, '$$1 == "quick" && $$3 <= 3 { print $$2 }' tests/durations.csv)
 
-test-unit: $(READY) ## the test files that take seconds: a minute
+test-unit: $(or $(wildcard $(STAMP)),$(STAMP_UNIT)) ## the test files that take seconds: a minute
 	$(PYTEST) -m "not slow and not hf and not aot" $(UNIT)
 
 durations: ## store the seconds that the last run of each suite measured

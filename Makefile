@@ -58,7 +58,7 @@ install: $(STAMP) ## make .venv with the pinned dependencies
 # Demos need few packages, so a fresh clone is ready sooner.
 FOR_DEMO = $(firstword $(wildcard $(STAMP) $(STAMP_UNIT)) $(STAMP_DEMO))
 
-demo: $(FOR_DEMO) ## a draft learns from four topics and serves them faster: 4 minutes
+demo: $(FOR_DEMO) ## a draft learns from four topics and serves them faster
 	$(BIN)/osd online --gin_file=gin_configs/runs/demo_padded.gin
 
 demo-independent: $(FOR_DEMO) ## the same topics with a separate draft model, as in the paper

@@ -32,6 +32,7 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax.models import attached, shapes, tensors, weights
+from osd_jax.models.families import ModelConfig
 from osd_tools import sizes
 
 SIZES = (
@@ -71,7 +72,7 @@ class Reader:
     return frozenset()
 
 
-def padded_shape(config: shapes.T5Config, name: str) -> shapes.T5Config:
+def padded_shape(config: object, name: str) -> shapes.T5Config:
   """`config` with the sizes of a published T5.
 
   Raises:
@@ -82,6 +83,7 @@ def padded_shape(config: shapes.T5Config, name: str) -> shapes.T5Config:
     raise base.InputError(
       f"padded: received the size {name!r}, expected one of {choices}."
     )
+  assert isinstance(config, shapes.T5Config)  # as all shipped weights
   published = {field: getattr(sizes.SIZES[name], field) for field in SIZES}
   if config.tied_head:
     raise base.InputError(
@@ -140,7 +142,7 @@ def attached_draft(
 
 
 def _padded(
-  name: str, leaf: np.ndarray, config: shapes.T5Config, shape: shapes.T5Config
+  name: str, leaf: np.ndarray, config: ModelConfig, shape: ModelConfig
 ) -> np.ndarray:
   """A tensor padded with zeros; heads of attention kernels are separate axes."""
   growth = _growth(config, shape)
@@ -153,7 +155,7 @@ def _padded(
   return np.pad(leaf, [(0, new - old) for old, new in zip(leaf.shape, counts)])
 
 
-def _axes(name: str, like: tuple[int, ...], config: shapes.T5Config) -> tuple[int, ...]:
+def _axes(name: str, like: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
   """The shape of a tensor, with the heads of attention kernels on separate axes.
 
   Args:
@@ -188,6 +190,6 @@ def _added(name: str, size: tuple[int, ...], random: np.random.Generator) -> np.
   return np.float32(READING_STD) * random.standard_normal(size, np.float32)
 
 
-def _growth(config: shapes.T5Config, shape: shapes.T5Config) -> np.float32:
+def _growth(config: ModelConfig, shape: ModelConfig) -> np.float32:
   """Factor on the parameters that write to the residual stream."""
   return np.float32(np.sqrt(shape.width / config.width))

@@ -87,7 +87,7 @@ def test_added_layers_cost_what_trained_ones_do(small):
 
 @pytest.fixture(scope="module")
 def shipped_pair():
-  """The shipped pair at the cost of the smallest T5 that holds it."""
+  """The shipped pair at the cost of the smallest flan-t5 that holds it."""
   return pairs.load_pair(pairs.PairConfig(target="padded:flan-t5-small"))
 
 

@@ -196,7 +196,7 @@ def _title(setting: str) -> str:
   """Returns a panel title that names the target."""
   if "shift_cpu" in setting:
     return "four real domains"
-  shape = re.search(r"demo_target_as_([\w-]+)", setting)
+  shape = re.search(r"(?:demo_target_as_|padded:)([\w-]+)", setting)
   return f"{shape[1]}'s cost" if shape else "the demo's target"
 
 

@@ -198,6 +198,8 @@ def _prepare(
   server, log, stream = loop.server, loop.log, loop.source.stream
   runs.check_space(config, server.state()[0])
   log.write(rows_lib.Data(tasks=stream.report()))
+  if sentence := getattr(config.pair, "padding", ""):  # printed when the run began
+    log.write(rows_lib.Event(finished=0, name="padded", text=sentence))
   if sibling := server.pair.sibling:
     text = f"The draft was trained for {sibling}; the target is of the same sizes."
     log.log_event("sibling", text)

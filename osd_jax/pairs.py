@@ -5,12 +5,11 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import jax
 
-from osd_jax import assets, base, remote, runs, sharding
+from osd_jax import assets, base, formats, remote, runs, sharding
 from osd_jax.data.vocabulary import Vocabulary, stated_extra_ids
 from osd_jax.decoding import ngrams
 from osd_jax.models import attached, families, served, weights
@@ -29,6 +28,9 @@ ATTACHED = "attached"
 CACHE = "cache"
 NONE = "none"
 SHIPPED = "shipped:demo_target.safetensors"
+# Prefix of the target or the draft: shipped weights at the cost of a published T5.
+PADDED = "padded:"
+_SHIPPED_INDEPENDENT_DRAFT = "shipped:demo_draft.safetensors"
 _SHIPPED_DRAFT = "shipped:demo_attached_draft.safetensors"
 _SHIPPED_VOCABULARY = "shipped:demo_vocabulary.model"
 _SEED = 0  # of the parameters of a new attached draft
@@ -47,13 +49,15 @@ class PairConfig(base.Config):
   Attributes:
     target: weights of the target: a folder of transformers with config.json and
       safetensors, its name on the Hugging Face hub, a GGUF file, or a file that this
-      package wrote.
+      package wrote. "padded:flan-t5-base" is the shipped target, padded with zeros to
+      the shape of that T5: the same answers at its cost (`osd_tools.padded`).
     draft: weights of the draft, as for the target. "attached" creates an attached draft
       with random parameters, which learns while it serves. "cache" drafts from n-grams
       of the prompt and of served answers, without training. "none" decodes plainly, in
       `osd generate`, `osd serve` and Python. "" means the shipped draft of the shipped
       target; for others an attached draft that is mixed with the n-gram cache and rests
-      until it is trained. Rounds then draft while the next token is worth its time.
+      until it is trained. Rounds then draft while the next token is worth its time. "padded:t5-small"
+      is the shipped independent draft, padded like the target.
     vocabulary: the vocabulary of both: a folder with spiece.model, tokenizer.json or
       tokenizer.model, or one of these files. "" takes the target's folder.
     extra_ids: number of sentinel tokens of a T5, see `Vocabulary.load`; None takes the
@@ -88,20 +92,38 @@ class PairConfig(base.Config):
   sibling_draft: bool = False
   state_layer: base.CountOrZero = 0
 
+  @property
+  def is_shipped(self) -> bool:
+    """Whether the target is the shipped one, padded or not."""
+    return self.target == SHIPPED or self.target.startswith(PADDED)
+
+  @property
+  def padding(self) -> str:
+    """A sentence for users if the target is padded, otherwise ""."""
+    if not self.target.startswith(PADDED):
+      return ""
+    return (
+      "The target is the shipped model, padded with zeros to the cost of"
+      f" {self.target.removeprefix(PADDED)}: its answers are those of the small model,"
+      " its times those of the large one."
+    )
+
   def named(self, field: str) -> str:
     """Returns field "target", "draft" or "vocabulary", or its default if it is ""."""
     if value := getattr(self, field):
       return value
     if field == "draft":
-      return _SHIPPED_DRAFT if self.target == SHIPPED else ATTACHED
+      return _SHIPPED_DRAFT if self.is_shipped else ATTACHED
     # A weights file has no vocabulary next to it. Its header decides whether the
     # shipped one fits.
-    has_own = self.target != SHIPPED and folders.holds_model(self.path("target"))
+    has_own = not self.is_shipped and folders.holds_model(self.path("target"))
     return self.target if has_own else _SHIPPED_VOCABULARY
 
   def path(self, field: str) -> Path:
     """Resolves the path in field "target", "draft" or "vocabulary"."""
     value = self.named(field)
+    if value.startswith(PADDED):
+      value = SHIPPED if field == "target" else _SHIPPED_INDEPENDENT_DRAFT
     if self.folder and not value.startswith(assets.PREFIX):
       if not remote.is_remote(self.folder) or remote.is_remote(value):
         return Path(self.folder) / value
@@ -382,10 +404,13 @@ def bfloat16_of(config: PairConfig) -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def _reading(config: PairConfig, field: str) -> Iterator[tuple[ModuleType, Path]]:
+def _reading(config: PairConfig, field: str) -> Iterator[tuple[Any, Path]]:
   """Yields the module that reads a model, and its path; names the field in errors."""
-  path = config.path(field)
+  path, value = config.path(field), config.named(field)
   try:
+    if value.startswith(PADDED):
+      yield formats.tool("padded").Reader(value.removeprefix(PADDED)), path
+      return
     yield hugging_face if folders.holds_model(path) else weights, path
   except base.InputError as error:
     raise base.InputError(f"PairConfig.{field}: {error}") from error
@@ -485,6 +510,9 @@ def _draft(
     params = jax.jit(model.init)(jax.random.key(_SEED))
     return weights.AttachedWeights(config.attached, params, identity.fingerprint)
   with _reading(config, "draft") as (module, path):
+    if config.target.startswith(PADDED) and config.named("draft") == _SHIPPED_DRAFT:
+      small = weights.load(config.path("target"))
+      return formats.tool("padded").attached_draft(path, small, identity)
     if weights.is_attached(path):
       return attached.load(path, identity, config.sibling_draft)
     draft = _typed(config, module.load(path))  # it is trained in float32

@@ -68,6 +68,8 @@ def run(config: Any, operative_config: str, seed: int, body: Body) -> runs.RunRe
   ) as directory:
     if directory.finished:
       return page.report_finished(directory, console)
+    if sentence := getattr(getattr(config, "pair", None), "padding", ""):
+      console.print(sentence, highlight=False, soft_wrap=True)
     verdict, sentence = body(config, directory, console)
     return page.finish(verdict, directory, console, sentence)
 

@@ -251,7 +251,8 @@ class Event(Row):
 
   Attributes:
     finished: requests | finished requests when it was logged
-    name: name | `sibling`: the draft was trained for another target of the same sizes;
+    name: name | `padded`: the target is the shipped one at the cost of a larger model;
+      `sibling`: the draft was trained for another target of the same sizes;
       `mesh`: some arrays of the target could not be split over the devices; `replica`:
       one was lost, and its requests moved to others; `unsaved`: a draft was not saved,
       because its parameters or scores are not finite

@@ -43,6 +43,7 @@ class Summary:
   # The same, folded away on the page.
   details: Mapping[str, Table] = dataclasses.field(default_factory=dict)
   details_notes: Sequence[str] = ()  # sentences about the details
+  lead: str = ""  # the first sentence, if readers must know it before any figure
 
 
 def summary(rows: Sequence[Row]) -> Summary:
@@ -76,6 +77,7 @@ def _served(rows: Sequence[Row]) -> Summary:
   events: dict[str, list[str]] = {}
   for row in rows_lib.of(rows_lib.Event, rows):
     events.setdefault(row.name, []).append(row.text)
+  lead = "".join(events.pop("padded", ()))
   texts = [
     text for topic_names in events.values() for text in topic_names[-_MOST_EVENTS:]
   ]
@@ -89,6 +91,7 @@ def _served(rows: Sequence[Row]) -> Summary:
     },
     details,
     [verdict.sentence()],
+    lead,
   )
 
 

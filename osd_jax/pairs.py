@@ -56,8 +56,8 @@ class PairConfig(base.Config):
       of the prompt and of served answers, without training. "none" decodes plainly, in
       `osd generate`, `osd serve` and Python. "" means the shipped draft of the shipped
       target; for others an attached draft that is mixed with the n-gram cache and rests
-      until it is trained. Rounds then draft while the next token is worth its time. "padded:t5-small"
-      is the shipped independent draft, padded like the target.
+      until it is trained. Rounds then draft while the next token is worth its time.
+      "padded:t5-small" is the shipped independent draft, padded like the target.
     vocabulary: the vocabulary of both: a folder with spiece.model, tokenizer.json or
       tokenizer.model, or one of these files. "" takes the target's folder.
     extra_ids: number of sentinel tokens of a T5, see `Vocabulary.load`; None takes the

@@ -142,6 +142,7 @@ class RoundResult:
     emitted: [B] tokens.
     judged: [B] drafted tokens.
     accepted: [B] accepted tokens.
+    milliseconds: wall time of the call, without compiling.
     catch_up_ms: cost of preparing the draft before the call, by the table.
   """
 
@@ -149,6 +150,7 @@ class RoundResult:
   emitted: tuple[int, ...]
   judged: tuple[int, ...]
   accepted: tuple[int, ...]
+  milliseconds: float = 0.0
   catch_up_ms: float = 0.0
 
 
@@ -294,11 +296,12 @@ class Controller:
     k = num_draft_tokens or self._choices[-1]
     return Choice(k, max_rounds, token_prices, by_cache)
 
-  def observe(self, result: RoundResult, ms: float) -> None:
-    """Updates the state after a call with the chosen K, which took `ms`."""
+  def observe(self, result: RoundResult) -> None:
+    """Updates the state after a call with the chosen K."""
     if self._learned is not None and self._learns:
       if not self._is_mute:
-        self._learned[self._kind].observe(result.rounds, sum(result.emitted), ms)
+        tokens = sum(result.emitted)
+        self._learned[self._kind].observe(result.rounds, tokens, result.milliseconds)
     elif not self.is_fixed and not self._is_mute:
       result = dataclasses.replace(result, catch_up_ms=self._spent_ms)
       # A round takes as long as its longest proposal.

@@ -682,8 +682,8 @@ class Engine:
         emitted=tuple((after.length - before.length).tolist()),
         judged=tuple((after.drafted - before.drafted).tolist()),
         accepted=tuple((after.accepted - before.accepted).tolist()),
-      ),
-      milliseconds,
+        milliseconds=milliseconds,
+      )
     )
     return [
       number

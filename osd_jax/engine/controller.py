@@ -150,7 +150,7 @@ class RoundResult:
   emitted: tuple[int, ...]
   judged: tuple[int, ...]
   accepted: tuple[int, ...]
-  milliseconds: float = 0.0
+  milliseconds: float = dataclasses.field(default=0.0, compare=False)
   catch_up_ms: float = 0.0
 
 

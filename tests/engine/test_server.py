@@ -396,7 +396,7 @@ def test_draft_learnt_in_another_thread_is_swapped_in_while_serving(pair, plain)
     answered, swapped = serving.run(token_requests(serving)), []
     for done in itertools.islice(itertools.cycle(answered), 40):
       serving.learner.runner.wait()
-      if serving.learn(done, 0.5, background=True):
+      if serving.learn(done, 0.0, background=True):
         break
     else:
       pytest.fail("no update in 40 requests")

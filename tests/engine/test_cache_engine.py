@@ -11,8 +11,8 @@ from engine import cases
 
 from osd_jax import sharding
 from osd_jax.costs import table
-from osd_jax.decoding import ngrams
-from osd_jax.engine import engine
+from osd_jax.decoding import ngrams, sampling
+from osd_jax.engine import engine, steps
 from osd_jax.engine.requests import AdaptiveConfig, SamplingConfig
 
 SIZE = 1 << 14  # so large that salts rarely push out entries of each other
@@ -178,6 +178,24 @@ def test_new_draft_and_warm_up_leave_the_cache_alone():
   decoder.warm_up()
   assert memory(decoder).table.end == before > 0
   assert calls(decoder.run(cases.greedy_requests())) < first
+
+
+def test_prompts_of_a_longer_bucket_are_padded_with_no_token():
+  """Else the n-gram cache would know a repeated token 0 from every prompt."""
+  decoder = cached(rows=1)
+  spec, served, buckets = decoder.spec, decoder.served, decoder.config.source_lengths
+  settings = sampling.make_settings(1, max_length=decoder.config.target_length)
+  rows = []
+  for bucket in buckets:
+    source = np.full((1, bucket), spec.target.pad_id, np.int32)
+    source[:, : buckets[0]] = 7
+    prompt = steps.PaddedPrompt(source, settings)
+    (batch,) = steps.prefill_batches({0: prompt}, bucket, 1, 1)
+    rows.append(steps.insert(spec, served, steps.empty(spec, served, bucket), batch))
+  resized = steps.resize(spec, served, rows[0], buckets[1])
+  for leaf, right in zip(jax.tree.leaves(resized), jax.tree.leaves(rows[1])):
+    if np.issubdtype(leaf.dtype, np.integer):
+      np.testing.assert_array_equal(leaf, right)
 
 
 def test_cleared_engine_drafts_as_a_new_one():

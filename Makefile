@@ -27,7 +27,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 export NO_MKDOCS_2_WARNING = 1
 
 .PHONY: help install demo demo-independent docs site fork figures test test-unit test-quick test-slow \
-  durations test-hf test-aot lint style types format bench clean
+  durations test-hf test-aot test-versions lint style types format bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -126,7 +126,29 @@ $(STAMP_AOT): $(STAMP) constraints.txt
 	@touch $@
 
 test-aot: $(STAMP_AOT) ## compile a run for TPUs and GPUs, without the machines
-	PYTHONPATH=$(CURDIR)/$(COMPILERS) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot --suite=aot --durations=5
+	PYTHONPATH=$(CURDIR)/$(COMPILERS) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m aot --suite=aot --durations=5
+
+# Both ends of the range of jax in pyproject.toml. Releases after 0.10 need Python 3.12.
+LOWEST = $(shell sed -n 's/.*"jax>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+NEWER_PYTHON ?= $(firstword $(foreach name,python3.13 python3.12,$(shell $(name) --version >/dev/null 2>&1 && echo $(name))) python3.13)
+VERSION_TESTS := tests/models/test_t5.py tests/models/test_attached.py tests/native/test_products.py \
+  tests/decoding/test_accept.py tests/decoding/test_rounds.py tests/decoding/test_equals_plain.py \
+  tests/decoding/test_law.py::test_decoding_has_the_law_of_the_target tests/engine/test_engine.py \
+  tests/distillation/test_update.py tests/runs/test_checkpoint.py tests/test_online.py
+with-lowest: INTERPRETER = $(PYTHON)
+with-lowest: RELEASES = jax==$(LOWEST) jaxlib==$(LOWEST)
+with-lowest: UNPINNED = jax|jaxlib
+with-newest: INTERPRETER = $(NEWER_PYTHON)
+with-newest: RELEASES = jax jaxlib flax optax orbax-checkpoint
+with-newest: UNPINNED = jax|jaxlib|flax|optax|orbax-checkpoint|ml-dtypes|numpy|scipy|tensorstore
+
+test-versions: with-lowest with-newest ## the core with the lowest and the newest jax allowed (minutes)
+
+with-%:
+	@[ -x .venv-$*/bin/python ] || $(INTERPRETER) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+	  -c <(grep -vE '^($(UNPINNED))=' constraints.txt) $(RELEASES) -e '.[$(UNIT_EXTRAS)]'
+	.venv-$*/bin/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(VERSION_TESTS)
 
 lint: style types ## ruff, import contracts, types, scripts and YAML of pod jobs
 
@@ -134,7 +156,7 @@ style: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/shellcheck experiments/pods/*.sh .ci/run
+	$(BIN)/shellcheck experiments/pods/*.sh tests/*.sh .ci/run
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/yamllint --strict -d '{extends: relaxed, rules: {line-length: {max: 110}}}' experiments/pods *.yml .*.yaml
 
@@ -153,7 +175,7 @@ BENCHMARKS := \
   bench_speculative.py \
   "bench_speculative.py --alphas .8 --drafted 3 --draft float32 int8 shortlist both --without_native --no_rivals" \
   bench_batching.py bench_adaptive.py \
-  bench_compile.py bench_update.py \
+  bench_compile.py bench_update.py versions.py \
   bench_learning.py "bench_learning.py --free --intervals 1" \
   "bench_whole_run.py --attached shipped:demo_attached_draft.safetensors --attached_gin runs/demo.gin"
 

@@ -1,8 +1,8 @@
 """A target without a draft, as `Server(target=...)` and `osd generate` serve it.
 
 The default and plain decoding answer the same prompts in turn, on one loaded target.
-The first two answers compile and time their rounds, and do not count. Other work of the
-machine disturbs wall times, so CPU times of the process are printed, too.
+All is compiled first. The first two answers time their rounds, and do not count. Other
+work of the machine disturbs wall times, so CPU times of the process are printed, too.
 
   python benchmarks/bench_target_alone.py --target FOLDER --file PROMPTS [--file ...]
       [--answers 20] [--lengths 64 256] [--temperatures 0 0.8] [--rows 1] [--learns]
@@ -44,6 +44,7 @@ def compared(pair: pairs.Pair, prompts: list, rows: int, settings: dict) -> str:
     server.Server(pair, server.by_worth(decoding)) as default,
     server.Server(pair.plain(), decoding) as plain,
   ):
+    default.warm_up()
     walls, cpus = [], []
     for first in range(0, len(prompts), rows):
       systems = (plain, default) if first // rows % 2 else (default, plain)

@@ -136,6 +136,7 @@ BOUNDS = {
   " for many",
   "adaptive": "the best fixed K, and plain decoding",
   "ahead_of_time": "compiled only: a roofline without latencies",
+  "compilations": "compiled only: counts, and a compiler's estimates",
   "batching": "memory for few rows, arithmetic for many",
   "compile": "XLA",
   "greedy": "memory bandwidth: every step reads the decoder's weights once",
@@ -144,6 +145,7 @@ BOUNDS = {
   "speculative": "(1 - alpha^(K+1)) / (1 - alpha) tokens per round",
   "target_alone": "what repeats in answers, and the cost of verifying more tokens",
   "update": "arithmetic",
+  "versions": "memory bandwidth, and the code that XLA generates",
   "whole_run": "cores, as for learning",
 }
 

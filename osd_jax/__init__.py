@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for editors; at run time `__getattr__` finds them
   from osd_jax.engine.server import Server
   from osd_jax.pairs import PairConfig, load_pair
 
-__version__ = "0.2.0"
+__version__ = "0.4.0"
 
 __all__ = [
   "Answer",

@@ -36,6 +36,34 @@ class Worker(concurrent.futures.ThreadPoolExecutor):
     super().__init__(1, name, _lower_priority if low_priority and cores() > 1 else None)
 
 
+class OneTimeCalls:
+  """Runs calls on a thread, each once, while the caller goes on."""
+
+  def __init__(self):
+    """Starts no thread yet; the first call does."""
+    self._worker = Worker("one-time calls", low_priority=True)
+    self._calls: dict[Any, concurrent.futures.Future[Any]] = {}
+
+  def has_run(self, name: Any, prepare: Callable[[], Callable[[], Any]]) -> bool:
+    """Whether the call of that name has ended; starts it when it is first asked for.
+
+    `prepare` returns the call, and runs on the caller's thread.
+
+    Raises:
+      Exception: raised by the call.
+    """
+    if name not in self._calls:
+      self._calls[name] = self._worker.submit(prepare())
+    if not self._calls[name].done():
+      return False
+    self._calls[name].result()
+    return True
+
+  def close(self) -> None:
+    """Ends the thread after the call in progress; drops the others."""
+    self._worker.shutdown(wait=False, cancel_futures=True)
+
+
 def _lower_priority() -> None:
   if sys.platform == "linux":  # elsewhere a niceness belongs to the whole process
     with contextlib.suppress(OSError):

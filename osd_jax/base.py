@@ -80,8 +80,7 @@ def extra(name: str, needed_by: str) -> Iterator[None]:
     yield
   except ImportError as error:
     raise MissingExtraError(
-      f"{needed_by} needs {error.name}; install the extra (pip install"
-      f" 'osd-jax[{name}]')."
+      f'{needed_by} needs {error.name}; pip install "osd_jax[{name}]" adds it.'
     ) from error
 
 
@@ -363,7 +362,12 @@ class Layout(enum.Enum):
 
   TRAINED = "[in, out]"
   SERVED = "[out, in]"
+  PACKED = "[out, in], kernels that multiply the same vector in one array"
   INT8 = "[out, in] in int8, with one float32 scale per output"
+
+
+# Kernels that `Layout.PACKED` joins, by the name of the joined one.
+JOINED = {"query_key_value": ("query", "key", "value"), "wi": ("wi_0", "wi_1")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,6 +397,10 @@ class Model:
       length by n. The logits at index i are for the token after `tokens[:, i]`. An
       input of NO_TOKEN (-1) stands for no token: its logits and what it stores are
       never read, so it may be skipped.
+    extend: `(served, source, mask, cache, start [], n) -> cache`. Does the part of a
+      prefill for the n (static) tokens of every prompt from place `start` on, in the
+      cache that `prefill` would return and that holds all tokens before. None for
+      models that read a prompt at once, as encoders do.
     score: `(params, source, mask, target) -> logits [B, T, V] float32`. Teacher
       forcing: the logits at index t are for `target[:, t]`, given `target[:, :t]`. For
       an attached draft it also takes `target_states=` [B, S, E], and computes them if
@@ -446,6 +454,7 @@ class Model:
   score: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
   prepare: Callable[..., Params]
   logical_axes: Callable[[], Any]
+  extend: Callable[..., Any] | None = None
   shortlist: int = 0
   score_at: Callable[..., jax.Array] | None = None
   frozen: str = ""
@@ -527,6 +536,8 @@ class SamplingSettings:
   # [B, 2] uint32; the row only uses entries of the n-gram cache with this salt, and its
   # answer gets it: the halves of a number of 64 bits, 0 without a salt.
   cache_salt: jax.Array
+  # Static. True: no row samples or has a penalty, so programs leave both out.
+  all_greedy: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 @flax.struct.dataclass

@@ -29,14 +29,18 @@ from osd_jax import native
 
 @flax.struct.dataclass
 class KVCache:
-  """Keys and values of a target or draft; `cross_*` does not change after prefill."""
+  """Keys and values of a target or draft; `cross_*` does not change after prefill.
 
-  self_keys: tuple[jax.Array, ...]  # per layer [B, H, T + K + 1, D]; tokens fed so far
+  A decoder-only model reads all keys in one product, so its `self_keys` also hold those
+  of the prompt, after the others: [B, H, T + K + 1 + S, D]. Its `cross_*` are empty.
+  """
+
+  self_keys: tuple[jax.Array, ...]  # per layer [B, H, T + K + 1, D], or as above
   self_values: tuple[jax.Array, ...]  # like self_keys
   cross_keys: tuple[jax.Array, ...]  # per layer [B, H, S, D]
   cross_values: tuple[jax.Array, ...]  # like cross_keys
   cross_mask: jax.Array  # [B, S] bool; real source tokens
-  length: jax.Array  # [B] int32; number of valid entries of self_keys in each row
+  length: jax.Array  # [B] int32; number of tokens fed after the prompt in each row
   # [B, S, E] bfloat16; the target's hidden states of the source, for an attached draft;
   # None if there is none.
   target_states: jax.Array | None = None
@@ -65,22 +69,48 @@ class KVCache:
       length=jnp.zeros((rows,), jnp.int32),
     )
 
+  @classmethod
+  def joined(cls, entries: Sequence, mask: jax.Array, length: int) -> "KVCache":
+    """`prefilled` for a decoder-only model."""
+    room = lambda prompt: jnp.pad(prompt, ((0, 0), (0, 0), (length, 0), (0, 0)))
+    keys, values = zip(*entries)
+    return cls(
+      self_keys=tuple(map(room, keys)),
+      self_values=tuple(map(room, values)),
+      cross_keys=(),
+      cross_values=(),
+      cross_mask=mask,
+      length=jnp.zeros(mask.shape[:1], jnp.int32),
+    )
+
+  @property
+  def slots(self) -> int:
+    """Number of tokens that a row has room for, T + K + 1."""
+    joined = 0 if self.cross_keys else self.cross_mask.shape[1]
+    return self.self_keys[0].shape[2] - joined
+
   def advanced(self, written: Sequence, count: int) -> "KVCache":
     """The cache after a step of `count` tokens that wrote self keys and values."""
     keys, values = zip(*written)
     return self.replace(self_keys=keys, self_values=values, length=self.length + count)
 
 
-def write(stored: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
+def write(
+  stored: jax.Array, new: jax.Array, length: jax.Array, slots: int | None = None
+) -> jax.Array:
   """Writes n new positions into each row, starting at the row's own length.
 
   `stored` [B, H, T, D] are the keys or values of a layer, `new` [B, H, n, D] the new
-  entries. The caller guarantees length [B] + n <= T.
+  entries. The caller guarantees length [B] + n <= `slots`, which is T if it is None.
   """
   new = new.astype(stored.dtype)
+  if not native.forms() and stored.shape[0] == 1:
+    return jax.lax.dynamic_update_slice_in_dim(stored, new, length[0], axis=2)
   if not native.forms():
     # GPUs and TPUs, and meshes: per-row slices would become a loop over rows.
-    return select(stored, new, length, axis=2)
+    part = jax.lax.slice_in_dim(stored, 0, slots, axis=2)
+    part = select(part, new, length, axis=2)
+    return jax.lax.dynamic_update_slice_in_dim(stored, part, 0, axis=2)
   if stored.shape[0] == 1:
     # Write each head separately, which compiles to a scatter. XLA CPU would fuse a
     # single write with its readers and copy the whole cache several times per step.

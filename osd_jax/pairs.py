@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ _SHIPPED_INDEPENDENT_DRAFT = "shipped:demo_draft.safetensors"
 _SHIPPED_DRAFT = "shipped:demo_attached_draft.safetensors"
 _SHIPPED_VOCABULARY = "shipped:demo_vocabulary.model"
 _SEED = 0  # of the parameters of a new attached draft
+_note = functools.cache(logging.getLogger(__name__).warning)  # once per text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,9 +272,13 @@ class Pair:
 
 
 def load_pair(
-  config: PairConfig | Pair, partitioner: sharding.Partitioner | None = None
+  config: PairConfig | Pair,
+  partitioner: sharding.Partitioner | None = None,
+  default: str = "",
 ) -> Pair:
   """Loads a pair; a loaded pair is returned unchanged.
+
+  `default` is the draft of a config that names none; "" for that of `PairConfig.draft`.
 
   >>> load_pair(PairConfig()).vocabulary.size
   1536
@@ -283,8 +290,15 @@ def load_pair(
   if isinstance(config, Pair):
     return config
   partitioner = partitioner or sharding.make()
+  is_named = bool(config.draft)
+  config = dataclasses.replace(config, draft=config.draft or default)
   target, vocabulary = _target(config)
   identity = weights.identity(target, Path(config.target).name)
+  is_untrained = config.named("draft") == ATTACHED or not is_named
+  if is_untrained and not config.is_shipped and (hint := shipped_draft(identity)):
+    _note(hint)
+  if vocabulary.is_causal and vocabulary.template is config.chat_template is None:
+    _note(f"{config.target} has no chat template: prompts go in as they are.")
   draft = _draft(config, target, identity, vocabulary)
   states = draft.config.reads if isinstance(draft, weights.AttachedWeights) else ""
   # The target is never trained, so it is kept once, as it is served.
@@ -318,7 +332,7 @@ def load_pair(
     vocabulary=vocabulary,
     identity=identity,
     sibling=_sibling(draft, identity),
-    is_new=not config.draft and config.named("draft") == ATTACHED,
+    is_new=not is_named and config.named("draft") == ATTACHED,
   )
   return pair.plain() if config.named("draft") == NONE else pair
 
@@ -349,15 +363,8 @@ def _target(config: PairConfig) -> tuple[weights.Weights, Vocabulary]:
   return target, vocabulary
 
 
-def shipped_draft(pair: Pair) -> tuple[str, str]:
-  """Finds a shipped draft for targets of the same sizes.
-
-  Returns:
-    The name of the target that it was trained for, and the options that select it; ""
-    and "" without such a draft.
-  """
-  if (target := pair.identity) is None:
-    return "", ""
+def shipped_draft(target: weights.Identity) -> str:
+  """Returns how to use a draft that ships for a target's sizes, "" without one."""
   for path in sorted(assets.FOLDER.glob("*.safetensors")):
     if weights.is_attached(path):
       header = weights.opened(path, (weights.ATTACHED,))[1]
@@ -365,8 +372,11 @@ def shipped_draft(pair: Pair) -> tuple[str, str]:
         options = f"--draft {assets.PREFIX}{path.name}"
         if header["target"] not in (target.fingerprint, target.with_first_end):
           options += " --gin.PairConfig.sibling_draft=True"
-        return header["target_name"], options
-  return "", ""
+        return (
+          f"A trained draft for {header['target_name']} ships with this package. If"
+          f" your target is this model or a copy of it, add {options}"
+        )
+  return ""
 
 
 def adapts_untrained(config: PairConfig | Pair) -> bool:

@@ -199,7 +199,7 @@ def _errors(address: str, setting: str) -> Iterator[None]:
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     raise base.InputError(
       f"{setting}: received {address!r}, expected an address that can be read and"
-      f" written to ({reason}); gs:// needs pip install 'osd-jax[remote]'."
+      f' written to ({reason}); gs:// needs pip install "osd_jax[remote]".'
     ) from error
 
 

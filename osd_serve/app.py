@@ -93,7 +93,14 @@ def make(service: Service, token: str = "", is_local: bool = False) -> Starlette
 
     return run
 
+  @contextlib.asynccontextmanager
+  async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    watching = asyncio.create_task(service.watch())
+    yield
+    watching.cancel()
+
   return Starlette(
+    lifespan=lifespan,
     routes=[Route(path, guarded(run), methods=[verb]) for path, verb, run in table],
     exception_handlers={404: _unknown_path, 405: _wrong_method, 500: _failed},
   )
@@ -164,8 +171,10 @@ class _Routes:
   async def page(self, _: Request) -> Response:
     return HTMLResponse(self._page)
 
-  async def live(self, _: Request) -> Response:
-    return JSONResponse(self._service.live())
+  async def live(self, request: Request) -> Response:
+    has_history = "history" in request.query_params
+    service = self._service
+    return JSONResponse(service.history if has_history else service.live())
 
   async def health(self, _: Request) -> Response:
     load = self._service.scheduler.load

@@ -14,7 +14,12 @@ import rich.console
 
 from osd_jax import background, base, certificate, runs, sharding
 from osd_jax.report import page, progress
-from osd_serve.service import ServeConfig, Service
+
+with base.extra("serve", "osd serve"):
+  import starlette  # noqa: F401
+  import uvicorn
+
+  from osd_serve.service import ServeConfig, Service
 
 __all__ = ["ServeConfig", "run"]
 
@@ -31,10 +36,6 @@ def run(config: ServeConfig, operative_config: str = "") -> runs.RunResult:
 
   `operative_config` is gin text that is stored in the run directory.
   """
-  with base.extra("serve", "osd serve"):
-    import starlette  # noqa: F401
-    import uvicorn  # noqa: F401
-
   from osd_serve import app, connections
 
   background.share_heaps()
@@ -108,8 +109,6 @@ def _opened(config: ServeConfig, operative_config: str) -> runs.RunDirectory:
 
 async def _listen(application: Any, service: Service, listening: socket.socket) -> None:
   """Runs uvicorn until a signal, and then answers the accepted requests."""
-  import uvicorn
-
   from osd_serve import connections
 
   server = uvicorn.Server(

@@ -59,7 +59,7 @@ _GAUGES = {
   "osd:floor_overlap": "the same of the first draft, which never learns",
   "osd:tokens_per_target_call": "mean over recent answers",
   "osd:saved_seconds": "osd:plain_seconds - osd:decoding_seconds; may fall",
-  "osd:records_waiting": "answers that wait to be learnt from",
+  "osd:records_waiting": "answers that wait to be learned from",
   "osd:records_dropped": "answers not learnt from because too many were waiting",
   "osd:learning_failed": "1 if an error has stopped learning",
 }

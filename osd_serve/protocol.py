@@ -35,9 +35,7 @@ from osd_jax.engine.requests import (
 
 MAX_CHOICES = 128  # answers to one request: prompts times n
 MAX_STOPS = 16
-STOP_LENGTH = (
-  1000  # characters of a stop string; every piece of text is compared with it
-)
+STOP_LENGTH = 1000  # characters of a stop string, which is compared with every piece
 MAX_TOP = 20  # alternatives per token
 # Parameters that the engine does not have, with their values without effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

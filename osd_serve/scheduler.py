@@ -207,9 +207,8 @@ class Scheduler:
     """
     self._server, self._max_waiting = server, max_waiting
     self._on_finished, self._on_turn, self._between = on_finished, on_turn, between
-    self._began = self._delivery = (
-      0.0  # start of the turn; seconds of the last delivery
-    )
+    self._began = 0.0  # clock at the start of the turn
+    self._delivery = 0.0  # seconds of the last delivery
     self._waiting: deque[tuple[Call, Job]] = deque()
     self._running: dict[Job, Call] = {}
     self._changed = threading.Condition()

@@ -44,6 +44,12 @@ DECODING = dataclasses.replace(server.DECODING, rows=4)
 LEARNING = LearningConfig(free_updates=True)
 PLAIN_SECONDS = 1.0  # for measuring plain steps at the start, without compiling
 FLOOR_EVERY = 4  # one of so many answers is measured with the first draft, too
+HISTORY = 600  # points of the live page's plots
+PLOTTED = (
+  *("seconds", "tokens", "speed", "tokens_per_target_call", "by_draft_per_call"),
+  *("by_cache_per_call", "overlap", "floor_overlap", "saved_seconds"),
+  *("update_seconds", "traffic_shifts"),
+)
 CALL_MS = 8.0  # a call that takes this long has no further rounds
 
 
@@ -131,12 +137,14 @@ class Service:
     config: its settings.
     scheduler: the queue and the serving thread.
     loop: measures, learns from and logs the answers.
+    history: the numbers of the live page's plots since the start.
     metrics: counters and histograms.
   """
 
   def __init__(self, config: ServeConfig, directory: runs.RunDirectory | None = None):
-    """Loads the pair, restores the learned draft, and compiles every call."""
+    """Loads the pair, restores the learned draft, and compiles calls."""
     self.config, started = config, time.perf_counter()
+    self.history: list[dict[str, float | None]] = []
     # Drawn at every start, so that nobody can choose two texts with the same salt.
     self._salt_key = secrets.token_bytes(32)
     self.sampling = generation_config.resolved(config.sampling, config.pair)
@@ -284,6 +292,17 @@ class Service:
       "num_draft_tokens": self.config.decoding.num_draft_tokens,
     }
 
+  async def watch(self) -> None:
+    """Adds to the history, every second at first; old points are thinned out."""
+    every = 1.0
+    while True:
+      now = self.live()
+      self.history.append({name: now[name] for name in PLOTTED})
+      if len(self.history) > HISTORY:
+        del self.history[1:-1:2]
+        every *= 2
+      await asyncio.sleep(every)
+
   def exposition(self) -> bytes:
     """Returns all metrics in Prometheus' text format."""
     gauges = {
@@ -322,8 +341,8 @@ class Service:
     return Loop(self.server, self.scheduler, directory, settings, announce)
 
   def _warm_up(self) -> None:
-    """Compiles every call, so that no request waits for it."""
-    self.server.warm_up(self.config.learns)
+    """Compiles what the first requests need, and starts to compile the rest."""
+    self.server.warm_up(self.config.learns, in_background=True)
     self.loop.meter.warm_up()
     # A row that is stopped, and log-probabilities, have programs of their own.
     prompt = self.encode("-", is_chat=False)

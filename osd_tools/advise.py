@@ -6,6 +6,7 @@ replayed on the answers (`replay`). Times follow from costs measured on this mac
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,8 +34,7 @@ CACHE_TOKENS = replay.CACHE_TOKENS
 # Systems.
 PLAIN, CACHE = "plain decoding", "cache"
 FROZEN, LEARNED = "draft", "draft that learns"
-AT_MOST = " + cache, at most"
-WORTH_A_TRY = 1.03  # of the best measured speed: from there on a mixture is named
+MIXED = " + cache"  # after the name of a draft
 EVERY = 4  # answers per update where the schedule made none
 FOREIGN = 0.9  # share of the target's own tokens below which a log is another model's
 
@@ -113,26 +113,27 @@ def advise(
     answers = scored(pair, examples, decoding)
   drafted = max(costs.online.num_draft_tokens)
   with progress.bar(console) as bar:
-    courses = _courses(config, pair, answers, costs, drafted, bar)
+    size = config.decoding.cache_tokens or CACHE_TOKENS
+    courses = _courses(pair, answers, drafted, size)
+    learned = functools.partial(_learned, pair, answers, costs, drafted, bar, size)
+    courses |= learned(config.learning)
     forced = ""
     if not courses[LEARNED].updates:  # that says nothing about what an update gains
       schedule = ScheduleConfig(update_interval=min(EVERY, max(len(answers) // 4, 1)))
       learning = dataclasses.replace(config.learning, schedule=schedule)
-      tried = dataclasses.replace(config, learning=learning)
       forced = untried(config.learning.schedule, schedule)
-      courses |= _learned(tried, pair, answers, costs, drafted, bar, courses[CACHE])
+      courses |= learned(learning)
   serving.close()
   rows = [
     {"system": name, **figures(course, costs, name)} for name, course in courses.items()
   ]
   for row in rows:
     row["over_plain"] = rows[0]["ms_per_token"] / row["ms_per_token"]
-    row["is_bound"] = AT_MOST in row["system"]
   with runs.MetricsLog(directory.metrics_path) as log:
     log.truncate(0)
     log.write_all(tool_rows.Advice(**row) for row in rows)
     later = by_its_end(courses[FROZEN], courses[LEARNED], drafted)
-    notes = [*settings_for(rows), forced, later, own_share(answers), left_out]
+    notes = [settings_for(rows, size), forced, later, own_share(answers), left_out]
     log.write_all(rows_lib.Note(text=text) for text in notes if text)
     log.write_all(_by_answer(courses))
   return rows
@@ -268,74 +269,64 @@ def untried(schedule: Any, forced: ScheduleConfig) -> str:
   )
 
 
-def settings_for(rows: Sequence[dict[str, Any]]) -> list[str]:
-  """Names the settings of the fastest system and the possible gain of a mixture."""
-  candidates = [row for row in rows if not row["is_bound"]]
-  best = min(candidates, key=lambda row: row["ms_per_token"])
+def settings_for(rows: Sequence[dict[str, Any]], size: int) -> str:
+  """Names the settings of the fastest system; `size` is that of the cache."""
+  best = min(rows, key=lambda row: row["ms_per_token"])
   name, k = best["system"], best["num_draft_tokens"]
   if name == PLAIN:
-    sentence = (
+    return (
       "Plain decoding is the fastest here. Speculation pays with a better draft, or"
       " where a call on several tokens takes no longer than one on a single token."
     )
+  settings: dict[str, Any] = {"DecodingConfig.num_draft_tokens": k}
+  if name == CACHE:
+    settings["PairConfig.draft"] = "cache"
   else:
-    settings: dict[str, Any] = {"DecodingConfig.num_draft_tokens": k}
-    if name == CACHE:
-      settings["PairConfig.draft"] = "cache"
-    else:
-      settings["OnlineConfig.learn"] = name == LEARNED
-    lines = [f"{field} = {value!r}" for field, value in settings.items()]
-    sentence = f"The fastest is {name}. Begin with {', '.join(lines)}."
-  mixed = max(row["over_plain"] for row in rows)
-  if mixed < WORTH_A_TRY * best["over_plain"]:
-    return [sentence]
-  return [
-    sentence,
-    f"A draft mixed with the cache could reach up to {mixed:.2f}x plain decoding; to"
-    f" try it, set DecodingConfig.cache_tokens = {CACHE_TOKENS}.",
-  ]
+    settings["OnlineConfig.learn"] = name.startswith(LEARNED)
+  if name.endswith(MIXED):
+    settings["DecodingConfig.cache_tokens"] = size
+  lines = [f"{field} = {value!r}" for field, value in settings.items()]
+  return f"The fastest is {name}. Begin with {', '.join(lines)}."
 
 
 def _courses(
-  config: AdviseConfig,
   pair: pairs.Pair,
   answers: Sequence[base.DistillationBatch],
-  costs: Costs,
   drafted: int,
-  shown: Any,
+  size: int,
 ) -> dict[str, replay.Course]:
   nothing = [np.zeros((1, int(row.mask.sum())), bool) for row in answers]
   frozen = replay.frozen(pair.draft, pair.draft_params, answers, drafted)
-  size = config.decoding.cache_tokens or CACHE_TOKENS
-  cache = replay.cache(pair.target, answers, drafted, size)
   return {
     PLAIN: replay.Course(np.zeros(len(answers)), tuple(nothing)),
-    CACHE: cache,
+    CACHE: replay.cache(pair.target, answers, drafted, size),
     FROZEN: frozen,
-    FROZEN + AT_MOST: frozen.either(cache),
-    **_learned(config, pair, answers, costs, drafted, shown, cache),
+    FROZEN + MIXED: replay.mixed(pair.target, answers, frozen, size),
   }
 
 
 def _learned(
-  config: AdviseConfig,
   pair: pairs.Pair,
   answers: Sequence[base.DistillationBatch],
   costs: Costs,
   drafted: int,
   shown: Any,
-  cache: replay.Course,
+  size: int,
+  learning: LearningConfig,
 ) -> dict[str, replay.Course]:
   task = shown.add_task("replay", total=len(answers), figures="")
   learned = replay.learned(
     pair,
     answers,
-    config.learning,
+    learning,
     drafted,
     costs=costs,
     on_answer=lambda overlap, learner: shown.advance(task),
   )
-  return {LEARNED: learned, LEARNED + AT_MOST: learned.either(cache)}
+  return {
+    LEARNED: learned,
+    LEARNED + MIXED: replay.mixed(pair.target, answers, learned, size),
+  }
 
 
 def _by_answer(courses: dict[str, replay.Course]) -> list[rows_lib.Replayed]:

@@ -24,6 +24,7 @@ class Chip:
     flops: floating-point operations per second in bfloat16 products.
     link: bytes per second to and from the neighbours, both directions together.
     launch: minimum seconds per kernel.
+    clock: cycles per second, for compilers that estimate cycles.
   """
 
   memory: float
@@ -31,6 +32,11 @@ class Chip:
   flops: float
   link: float
   launch: float = 0.0
+  clock: float = 0.0
+
+  def cycles_to_read(self, read: float) -> float:
+    """Returns the cycles that reading this number of bytes takes at least."""
+    return read / self.bandwidth * self.clock
 
   def least_seconds(
     self, read: float, flops: float, moved: float = 0.0, kernels: float = 0.0
@@ -50,13 +56,17 @@ class Chip:
 
 
 # TPUs: Austin et al., "How to Scale Your Model" (2025), table of chips. A v4 chip has
-# two cores and its compiler counts cores, so the figures of v4 are per core. H100:
-# NVIDIA's data sheet (SXM); `launch` is the time per kernel in a CUDA graph.
+# two cores and its compiler counts cores, so the figures of v4 are per core. The book
+# gives v5e's clock, 1.5 GHz: `flops` / 131,072 for four matrix units of 128 x 128, with
+# two operations per cell and cycle. The other clocks are computed in the same way, with
+# 4 such units a core on v4, 8 on v5p, and 4 of 256 x 256 on v6e, because libtpu's
+# estimate of a product of two [8192, 8192] needs more than two. H100: NVIDIA's data
+# sheet (SXM); `launch` is the time per kernel in a CUDA graph.
 CHIPS = {
-  "v4": Chip(16e9, 6e11, 1.375e14, 9e10),
-  "v5e": Chip(16e9, 8.1e11, 1.97e14, 9e10),
-  "v5p": Chip(96e9, 2.8e12, 4.59e14, 1.8e11),
-  "v6e": Chip(32e9, 1.6e12, 9.2e14, 1.8e11),
+  "v4": Chip(16e9, 6e11, 1.375e14, 9e10, clock=1.05e9),
+  "v5e": Chip(16e9, 8.1e11, 1.97e14, 9e10, clock=1.5e9),
+  "v5p": Chip(96e9, 2.8e12, 4.59e14, 1.8e11, clock=1.75e9),
+  "v6e": Chip(32e9, 1.6e12, 9.2e14, 1.8e11, clock=1.75e9),
   "h100": Chip(80e9, 3.35e12, 9.9e14, 9e11, 2.5e-6),
   "cpu": Chip(16e9, 2e10, 1e11, 1e10),  # not a real chip; it makes the command testable
 }

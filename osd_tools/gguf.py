@@ -99,20 +99,92 @@ _GEMMA_NAMES = _LAYER_NAMES | {
 }
 _ROPE = "rope_freqs.weight"  # divisors of the rotary frequencies, as in Llama 3.1
 
-# Qwen2Tokenizer's rule, and that of Llama 3: regular expressions that split a text.
+# Regular expressions that split a text into words, one after another.
 _QWEN2_WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_WORDS = _QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_WORDS = {
-  "qwen2": _QWEN2_WORDS,
-  **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_WORDS),
-}
+_GPT2_WORDS = (
+  r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_WORDS = (
+  rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+  r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O_WORDS = (
+  _TEKKEN_WORDS.replace(f"{_LOWER}+|", f"{_LOWER}+{_CONTRACTION}|")
+  .replace(f"{_LOWER}*|", f"{_LOWER}*{_CONTRACTION}|")
+  .replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+)
+_DEEPSEEK3_WORDS = (
+  r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+  r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED_WORDS = _QWEN2_WORDS.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
 
-# Tokenizers and rules with which llama.cpp puts a beginning-of-text token before every
-# text, unless the metadata say otherwise: those of Llama 2 and of Llama 3.
-_BEGINNING = ("llama", "llama-bpe", "llama3", "llama-v3")
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+  """How a tokenizer of bytes splits texts, under its name in llama.cpp.
+
+  Attributes:
+    words: regular expressions.
+    whole: a word that is a token stays whole, whatever the merges.
+    begins: a beginning-of-text token is put before every text, unless the metadata say
+      otherwise.
+    composed: texts are brought into NFC first.
+  """
+
+  words: tuple[str, ...]
+  whole: bool = False
+  begins: bool = False
+  composed: bool = False
+
+
+_RULES = {
+  name: rule
+  for names, rule in (
+    (
+      "qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan grok-2",
+      _Rule((_QWEN2_WORDS,), composed=True),
+    ),
+    (
+      "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2",
+      _Rule((_LLAMA3_WORDS,), whole=True, begins=True),
+    ),
+    ("smaug-bpe dbrx chatglm-bpe glm4", _Rule((_LLAMA3_WORDS,))),
+    (
+      "smollm starcoder refact command-r codeshell exaone minerva-7b",
+      _Rule((r"\p{N}", _GPT2_WORDS)),
+    ),
+    ("gpt-2 phi-2 mpt olmo jais trillion exaone4 a.x-4.0", _Rule((_GPT2_WORDS,))),
+    ("tekken", _Rule((_TEKKEN_WORDS,), whole=True, begins=True)),
+    ("gpt-4o llama4 kanana2", _Rule((_GPT4O_WORDS,))),
+    (
+      "deepseek-v3 hunyuan-dense",
+      _Rule(
+        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
+      ),
+    ),
+    (
+      "deepseek-coder",
+      _Rule(
+        (
+          r"[\r\n]",
+          r"\s?\p{L}+",
+          r"\s?\p{P}+",
+          "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+          r"\p{N}",
+        )
+      ),
+    ),
+    ("seed-coder", _Rule((_SEED_WORDS,))),
+  )
+  for name in names.split()
+}
 # Tokens that end a turn or a text by their name, as in llama.cpp.
 _ENDS = (
   "<|eot_id|>",
@@ -493,7 +565,8 @@ def _tokenizer(metadata: _Metadata) -> dict[str, Any]:
     for text, kind in zip(tokens, kinds, strict=True)
   ]
   model = metadata.required("tokenizer.ggml.model")
-  is_usual = not {model, get("pre")}.isdisjoint(_BEGINNING)
+  rule = _RULES.get(get("pre"))
+  is_usual = model == "llama" or (rule is not None and rule.begins)
   begins = get("bos_token_id") if get("add_bos_token", is_usual) else None
   if get("add_eos_token"):
     expected = "False: a prompt that ends a text is not continued"
@@ -539,12 +612,12 @@ def _sampling(metadata: _Metadata) -> dict[str, Any]:
 def _byte_pairs(
   metadata: _Metadata, tokens: list[str], kinds: list[int], begins: int | None
 ) -> dict[str, Any]:
-  """The tokenizer.json of a tokenizer of bytes with merges, as in Qwen and Llama 3."""
-  rule = metadata.get("tokenizer.ggml.pre", "")
-  if rule not in _WORDS:
-    raise _refused(
-      metadata.path, "tokenizer.ggml.pre", rule, f"one of {', '.join(_WORDS)}"
-    )
+  """The tokenizer.json of a tokenizer of bytes with merges; see `_RULES`."""
+  name = metadata.get("tokenizer.ggml.pre", "")
+  if name not in _RULES:
+    expected = f"one of {', '.join(_RULES)}"
+    raise _refused(metadata.path, "tokenizer.ggml.pre", name, expected)
+  rule = _RULES[name]
   with base.extra("llama", "Vocabulary.path: a tokenizer of bytes"):
     import tokenizers
 
@@ -555,19 +628,12 @@ def _byte_pairs(
     if kind in (_NORMAL, _CONTROL, _USER)
   }
   merges = [tuple(m.split(" ")) for m in metadata.required("tokenizer.ggml.merges")]
-  words, parts = _WORDS[rule], tokenizers.pre_tokenizers
-  is_llama = words == _LLAMA3_WORDS
   tokenizer = tokenizers.Tokenizer(
-    tokenizers.models.BPE(vocabulary, merges, ignore_merges=is_llama)
+    tokenizers.models.BPE(vocabulary, merges, ignore_merges=rule.whole)
   )
-  if not is_llama:
+  if rule.composed:
     tokenizer.normalizer = tokenizers.normalizers.NFC()
-  tokenizer.pre_tokenizer = parts.Sequence(
-    [
-      parts.Split(tokenizers.Regex(words), "isolated"),
-      parts.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
+  tokenizer.pre_tokenizer = _splitter(rule)
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
   for text, kind in zip(tokens, kinds, strict=True):
     if kind in (_CONTROL, _USER):
@@ -580,6 +646,15 @@ def _byte_pairs(
       single=f"{first} $A", special_tokens=[(first, begins)]
     )
   return {"tokenizer.json": tokenizer.to_str().encode()}
+
+
+def _splitter(rule: _Rule) -> Any:
+  """Splits a text into words of bytes."""
+  from tokenizers import Regex, pre_tokenizers
+
+  parts = [pre_tokenizers.Split(Regex(words), "isolated") for words in rule.words]
+  as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  return pre_tokenizers.Sequence([*parts, as_bytes])
 
 
 def _sentence_pieces(

@@ -2,7 +2,10 @@
 
 For greedy answers the number of target calls follows from the positions at which the
 drafter names the target's token, and a draft learns from the same rows as in a run. A
-replay of one row in flight therefore repeats the overlaps and the calls of a real run.
+replay of one row in flight therefore repeats the overlaps and the calls of a real run,
+up to two simplifications: a draft that reads states drafts on as in the last step that
+it is trained on, and a mixture with the cache scores every token as after a
+verification.
 """
 
 import dataclasses
@@ -16,9 +19,11 @@ import numpy as np
 
 from osd_jax import base, pairs
 from osd_jax.costs.table import Costs
+from osd_jax.decoding import mixed as mixed_lib
 from osd_jax.decoding import ngrams, sampling
 from osd_jax.distillation.learner import Learner, LearningConfig
 from osd_jax.engine import agreement
+from osd_jax.models import layers
 
 CACHE_TOKENS = ngrams.SIZE
 ROWS = 16  # answers that a draft which does not learn is asked about at once
@@ -34,6 +39,9 @@ class Course:
   # 0, is the answer's token at a position. Drafts that read no states of tokens have K
   # equal rows.
   right: tuple[np.ndarray, ...]
+  # For each answer [K, n] int: how certain a draft was, see `mixed.bin_of`; empty for
+  # others.
+  bins: tuple[np.ndarray, ...] = ()
   updates: int = 0  # updates of the draft
   slices: int = 0  # their slices
 
@@ -53,16 +61,11 @@ class Course:
   def part(self, answers: slice) -> "Course":
     """Returns the course of some of the answers, with the updates of all."""
     return dataclasses.replace(
-      self, overlap=self.overlap[answers], right=self.right[answers]
+      self,
+      overlap=self.overlap[answers],
+      right=self.right[answers],
+      bins=self.bins[answers],
     )
-
-  def either(self, other: "Course") -> "Course":
-    """Returns the course of a mixture that always asks the right one of two drafters.
-
-    It has the overlap and the updates of this one.
-    """
-    right = [one | two for one, two in zip(self.right, other.right, strict=True)]
-    return dataclasses.replace(self, right=tuple(right))
 
 
 def walk(right: np.ndarray) -> tuple[int, np.ndarray]:
@@ -92,16 +95,17 @@ def frozen(
   num_draft_tokens: int,
 ) -> Course:
   """Replays a draft that does not learn, on greedy answers with records."""
-  overlaps, rights = [], []
+  overlaps, rights, bins = [], [], []
   for start in range(0, len(answers), ROWS):
     part = list(answers[start : start + ROWS])
     filled = part + part[-1:] * (ROWS - len(part))  # a fixed shape compiles once
     stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), *filled)
     figures = jax.device_get(_score(draft, params, stacked, num_draft_tokens))
-    for row, overlap, right in zip(part, *figures, strict=False):
+    for row, overlap, right, certain in zip(part, *figures, strict=False):
       overlaps.append(overlap)
       rights.append(right[:, : _length(row)])
-  return Course(np.asarray(overlaps), tuple(rights))
+      bins.append(certain[:, : _length(row)])
+  return Course(np.asarray(overlaps), tuple(rights), tuple(bins))
 
 
 def cache(
@@ -115,12 +119,66 @@ def cache(
   overlaps, rights = [], []
   for answer in answers:
     row = answer.replace(target_states=None, token_states=None)
-    overlap, right = jax.device_get(_score(model, params, row, num_draft_tokens))
+    overlap, right, _ = jax.device_get(_score(model, params, row, num_draft_tokens))
     overlaps.append(overlap[0])
     rights.append(right[0, :, : _length(row)])
     length = np.int32(_length(row))
     params = agreement.absorb(model, params, row.source, row.target[0], length)
   return Course(np.asarray(overlaps), tuple(rights))
+
+
+def mixed(
+  target: base.Model,
+  answers: Iterable[base.DistillationBatch],
+  course: Course,
+  size: int = CACHE_TOKENS,
+) -> Course:
+  """Replays a draft mixed with an n-gram cache, from the course of the draft alone.
+
+  The mixture chooses a source token by token, as in a run. A draft that learns must
+  learn from all positions: where it errs depends on the mixture. The result has the
+  overlaps and the updates of the draft.
+  """
+  drafter = mixed_lib.NgramDrafter(
+    ngrams.build(target, size), False, target=target, size=size
+  )
+  memory, rights = drafter.memory(), []
+  for answer, right, bins in zip(answers, course.right, course.bins, strict=True):
+    text, length = (answer.source, answer.target[0]), right.shape[1]
+    padding = ((0, 0), (0, len(text[1]) - length))
+    of_draft = (np.pad(one, padding) for one in (right, bins))
+    by_either, memory = _mix(drafter, memory, *text, *of_draft, np.int32(length))
+    rights.append(np.asarray(by_either)[:, :length])
+  return dataclasses.replace(course, right=tuple(rights), bins=())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mix(
+  drafter: mixed_lib.NgramDrafter,
+  memory: mixed_lib.Memory,
+  source: jax.Array,
+  emitted: jax.Array,
+  right: jax.Array,
+  bins: jax.Array,
+  length: jax.Array,
+) -> tuple[jax.Array, mixed_lib.Memory]:
+  """Returns where a mixture is right [K, T], and the memory with this answer [T].
+
+  `right` and `bins` are [K, T], those of the draft.
+  """
+  text = emitted[None]
+  inputs = layers.inputs_of(text, drafter.target.starts(source))
+  state = drafter.init(memory, source, None, text.shape[1])
+  _, state = drafter.decode(memory, inputs, state)
+  cache_bins = jnp.broadcast_to(state.bins[0, :, 1], bins.shape)
+  by_cache = mixed_lib.is_by_cache(memory, jnp.stack([bins, cache_bins], axis=-1))
+  by_either = jnp.where(by_cache, state.named[0, :, 1] == emitted, right)
+  # Once a token is emitted, both sources are asked again what comes after it.
+  named = jnp.where(right[0], emitted, base.NO_TOKEN)
+  state = state.replace(
+    named=state.named.at[0, :, 0].set(named), bins=state.bins.at[0, :, 0].set(bins[0])
+  )
+  return by_either, drafter.absorb(memory, state, source, emitted, length)
 
 
 def learned(
@@ -141,7 +199,7 @@ def learned(
   """
   learning = dataclasses.replace(learning, free_updates=False)
   draft, learner = pair.draft, None
-  overlaps, rights, slices = [], [], []
+  overlaps, rights, bins, slices = [], [], [], []
   for answer in answers:
     if learner is None:
       lengths = answer.source.shape[1], answer.target.shape[1]
@@ -152,6 +210,7 @@ def learned(
     score = functools.partial(_overlap, draft, answer, num_draft_tokens)
     figures = jax.device_get(_score(draft, learner.serving, answer, num_draft_tokens))
     overlap, right = float(figures[0][0]), figures[1][0, :, : _length(answer)]
+    bins.append(figures[2][0, :, : _length(answer)])
     rivals = {name: score(params) for name, params in learner.rivals.items()}
     # The records say where this draft was rejected.
     rejected = walk(right)[1]
@@ -167,7 +226,9 @@ def learned(
   if learner is not None:
     learner.finish()
     learner.runner.close()
-  return Course(np.asarray(overlaps), tuple(rights), len(slices), sum(slices))
+  return Course(
+    np.asarray(overlaps), tuple(rights), tuple(bins), len(slices), sum(slices)
+  )
 
 
 def _overlap(
@@ -182,8 +243,8 @@ def _score(
   params: base.Params,
   rows: base.DistillationBatch,
   num_draft_tokens: int,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns (overlap [R], right [R, K, T]) of a drafter on greedy answers."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns (overlap [R], right, bins [R, K, T]) of a drafter on greedy answers."""
   arguments = (params, rows.source, model.mask(rows.source), rows.target)
   if model.score_steps is None:
     logits = model.score(*arguments, **model.score_inputs(rows))[None]
@@ -193,9 +254,12 @@ def _score(
   greedy = jax.tree.map(jnp.asarray, greedy)
   figures = agreement.agreement_from_logits(logits[0], rows, greedy)
   right = jnp.argmax(logits, axis=-1) == rows.target[None]
+  is_sampled = jnp.zeros(len(rows.target), bool)
+  bins = jnp.stack([mixed_lib.bin_of(step, is_sampled) for step in logits])
   # A draft that reads states is trained on fewer steps than it may draft.
   steps = jnp.minimum(jnp.arange(num_draft_tokens), len(right) - 1)
-  return figures.distribution_overlap, jnp.moveaxis(right[steps], 0, 1)
+  right, bins = (jnp.moveaxis(values[steps], 0, 1) for values in (right, bins))
+  return figures.distribution_overlap, right, bins
 
 
 def _length(row: base.DistillationBatch) -> int:

@@ -413,7 +413,7 @@ def _ray() -> tuple[Any, bool]:
     import ray
   except ImportError as error:
     raise base.InputError(
-      "ReplicaConfig.count: replicas need Ray: pip install 'osd-jax[replicas]'."
+      'ReplicaConfig.count: replicas need Ray: pip install "osd_jax[replicas]" adds it.'
     ) from error
   if ray.is_initialized():
     return ray, False

@@ -10,14 +10,12 @@ class Advice(Row):
   """One per system of osd advise, with the K that is fastest for it.
 
   Attributes:
-    system: text | plain decoding, a drafter, or a draft mixed with the cache if the
-      right one were always asked
+    system: text | plain decoding, a drafter, or a draft mixed with the cache
     tokens_per_call: tokens | emitted / target calls, from the log's answers
     num_draft_tokens: tokens | K
     ms_per_token: ms | from the calls and the costs on this machine, learning included
     updates: count | updates of the draft
     over_plain: ratio | `ms_per_token` of plain decoding / this one's
-    is_bound: true or false | a mixture: its figures are upper bounds
   """
 
   system: str
@@ -26,7 +24,6 @@ class Advice(Row):
   ms_per_token: float
   updates: int
   over_plain: float
-  is_bound: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +48,8 @@ class Made:
     read_again: bytes accessed according to XLA, divided by bytes of the arguments.
     least_ms: estimated lower bound from the chip's published figures.
     cycles: estimate of a TPU's compiler outside of inner loops; None on others.
+    over_bound: `cycles` / those that reading the arguments takes; None for rounds.
+      Prefetches have no cycles, so a program below 1 waits for memory.
   """
 
   compile_s: float
@@ -68,6 +67,7 @@ class Made:
   read_again: float | None
   least_ms: float | None
   cycles: int | None
+  over_bound: float | None
 
 
 @row("program", "Programs, each on one chip")

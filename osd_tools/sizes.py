@@ -200,6 +200,15 @@ SIZES: dict[str, ModelConfig] = {
   ),
 }
 
+# A model of each family, for programs that are compiled ahead of time.
+FAMILIES = {
+  "llama": "tinyllama-1.1b",
+  "qwen3": "qwen3-0.6b",
+  "gemma3": "gemma-3-1b",
+  "t5": "flan-t5-xl",
+  "t5gemma": "t5gemma-b-b",
+}
+
 
 def size(name: str) -> ModelConfig:
   """Returns the T5Config or LlamaConfig of a key of `SIZES`.

@@ -1,11 +1,8 @@
-"""What a newcomer does with the wheel: own weights, own questions, runs and reports.
+"""What newcomer.sh needs in Python.
 
-  python newcomer.py [START]
+  python newcomer.py models|reports
 
-Runs in an empty directory and needs nothing of the checkout. START is the time when
-the installation began, in seconds since 1970; the program prints how long the newcomer
-has waited for the first answer of their own model. Reports are checked in headless
-Chromium, if it is installed.
+Runs in the current folder and needs nothing of the checkout.
 """
 
 import csv
@@ -13,9 +10,7 @@ import dataclasses
 import io
 import json
 import pathlib
-import subprocess
 import sys
-import time
 
 import browser
 import jax
@@ -27,7 +22,6 @@ from osd_jax import testing
 from osd_jax.models import families, weights
 from osd_jax.models.convert import hugging_face
 
-QUESTION = "How many films have budget above 44?"
 TEXTS = [
   f"{ask} {thing} with {field} above {count}?"
   for ask in ("How many", "What is the average price of", "List all")
@@ -35,21 +29,6 @@ TEXTS = [
   for field in ("budget", "rating", "year")
   for count in (3, 44)
 ]
-RUN = """
-include "runs/online.gin"
-StreamConfig.tasks = (@own/TaskConfig(),)
-own/TaskConfig.name = "own"
-own/TaskConfig.pattern = "questions.csv"
-PairConfig.target = "flan"
-PairConfig.draft = "attached"
-DecodingConfig.target_length = 16
-OnlineConfig.compare_every = 2
-OnlineConfig.learn = {learn}
-OnlineConfig.run_directory = "runs/{name}"
-"""
-
-
-# --- Models, as they lie on a hub -----------------------------------------------------
 
 
 def write_folder(folder, shape, files, first, end):
@@ -117,67 +96,35 @@ def make_qwen(folder):
   write_folder(folder, shape, files, len(marks), tokenizer.get_vocab_size())
 
 
-# --- Commands -------------------------------------------------------------------------
-
-
-def osd(*words):
-  """Runs a command that must succeed; returns its output."""
-  run = subprocess.run(["osd", *words], capture_output=True, text=True)
-  message = f"osd {' '.join(words)}\n{run.stdout}{run.stderr}"
-  assert run.returncode == 0 and "Traceback" not in run.stderr, message
-  print(f"osd {' '.join(words)}", flush=True)
-  return run.stdout
-
-
-def answers_of(*words):
-  """The answers of `osd generate` as JSON objects."""
-  lines = osd("generate", *words, "--format", "jsonl").splitlines()
-  answers = [json.loads(line) for line in lines]
-  for answer in answers:
-    assert answer["tokens"] and "\u2047" not in answer["text"], answer
-  return answers
-
-
-def main(start):
+def models():
+  """Writes two models, and a table of questions for them."""
   make_flan("flan")
   make_qwen("qwen")
-  limit = ("--max_new_tokens", "12")
-  (first,) = answers_of("--target", "flan", QUESTION, *limit)
-  print(f"{time.time() - start:.0f} s from the installation to the first answer")
-  (other,) = answers_of("--target", "qwen", QUESTION, *limit)
-  assert first["text"] != other["text"]
   with open("questions.csv", "w", newline="") as file:
     rows = csv.writer(file)
     rows.writerow(["prompt", "reference"])
     rows.writerows([text, index] for index, text in enumerate(TEXTS[:20]))
-  learn = ("--learn", "--save", "adapted.safetensors")
-  served = answers_of("--target", "flan", "--file", "questions.csv", *limit, *learn)
-  assert [answer["prompt"] for answer in served] == TEXTS[:20]
-  adapted = ("--draft", "adapted.safetensors")
-  # Another draft changes the speed and never the answer.
-  (again,) = answers_of("--target", "flan", *adapted, QUESTION, *limit)
-  assert again["tokens"] == first["tokens"]
-  for name, learns in (("frozen", False), ("learning", True)):
-    pathlib.Path(f"{name}.gin").write_text(RUN.format(name=name, learn=learns))
-    osd("online", f"--gin_file={name}.gin")
-  osd("compare", "runs/frozen", "runs/learning", "--output", "compared")
-  reports = [
+
+
+def reports():
+  """Looks at all reports in headless Chromium, if it is installed."""
+  pages = [
     *pathlib.Path("runs").glob("*/*.html"),
-    *pathlib.Path("compared").glob("*.html"),
+    *pathlib.Path().glob("compared/*.html"),
   ]
-  assert len(reports) == 3, reports
+  assert len(pages) == 3, pages
   if browser.PROGRAM is None:
-    print("reports are not measured: there is no Chromium")
+    print("reports are not looked at: there is no Chromium")
     return
-  frames = [(report.read_text(), width) for report in reports for width in (400, 1400)]
+  frames = [(page.read_text(), width) for page in pages for width in (400, 1400)]
   grounds = set()
   for is_dark in (False, True):
-    pages = browser.measured(frames, pathlib.Path.cwd(), is_dark)
-    assert [page["cut"] for page in pages] == [[]] * len(frames), (reports, pages)
-    grounds |= {(is_dark, page["ground"]) for page in pages}
+    measured = browser.measured(frames, pathlib.Path.cwd(), is_dark)
+    assert [page["cut"] for page in measured] == [[]] * len(frames), (pages, measured)
+    grounds |= {(is_dark, page["ground"]) for page in measured}
   assert len(grounds) == 2, grounds  # one color for each scheme
   print("reports: nothing is cut at 400 and 1400 pixels, in light and dark")
 
 
 if __name__ == "__main__":
-  main(float(sys.argv[1]) if len(sys.argv) > 1 else time.time())
+  {"models": models, "reports": reports}[sys.argv[1]]()

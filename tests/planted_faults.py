@@ -477,11 +477,10 @@ FAULTS = [
   ),
   Fault(
     "a longer prompt waits until the rows in flight have finished",
-    "      self._fit_bucket()\n",
-    "      if self._bucket_of(self._waiting[0]) <= self._bucket or len(free) == rows:\n"
-    "        self._fit_bucket()\n"
-    "      else:\n"
-    "        return\n",
+    "    self._fit_bucket()\n",
+    "    if self._bucket_of(self._waiting[0][1]) > self._bucket and len(free) < rows:\n"
+    "      return False\n"
+    "    self._fit_bucket()\n",
     ENGINE,
   ),
   Fault(
@@ -541,8 +540,8 @@ FAULTS = [
   ),
   Fault(
     "padding of prompts is computed like tokens",
-    "x = jnp.where(mask[..., None], self.token_embedder(source), 0)",
-    "x = self.token_embedder(source)",
+    "return jnp.where(mask[..., None], self.token_embedder(source), 0)",
+    "return self.token_embedder(source)",
     "tests/models/test_models.py -k padding_of_a_prompt",
   ),
   Fault(
@@ -562,6 +561,18 @@ FAULTS = [
     "self.partitioner.parts(self.rows) if self.is_split else self.prefill_rows",
     "self.partitioner.parts(self.rows) if self.is_split else 1",
     "tests/engine/test_prompts.py -k prompts_of_one_prefill",
+  ),
+  Fault(
+    "rows that decode wait for all chunks of a prompt",
+    "if tokens > chunk and self._occupied():",
+    "if False:",
+    "tests/engine/test_chunks.py -k wait_for_one_chunk",
+  ),
+  Fault(
+    "a draft that joins leaves the noise of a prompt that is being read",
+    "      slot.prompt = self._padded(slot.request, slot.number)\n",
+    "      pass\n",
+    "tests/engine/test_chunks.py -k numbers_its_noise",
   ),
   Fault(
     "a late prefill reads another row",

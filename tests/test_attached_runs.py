@@ -37,15 +37,14 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def pair(family, tmp_path_factory):
-  """A tiny target with an independent draft, and with a new attached draft."""
+  """A tiny target with a new attached draft."""
   folder = tmp_path_factory.mktemp("pair")
   name, *reads = family.split(", ")
-  independent = tiny_online.save_lively_pair(folder, name)
-  attached = tiny_online.attached(independent)
+  attached = tiny_online.attached(tiny_online.save_lively_pair(folder, name))
   if reads:
     shape = dataclasses.replace(attached.attached, reads=reads[0])
     attached = dataclasses.replace(attached, attached=shape)
-  return independent, dataclasses.replace(attached, draft_serving=DraftServing())
+  return dataclasses.replace(attached, draft_serving=DraftServing())
 
 
 def configured(pair, folder, rows=2, **changes):
@@ -76,16 +75,16 @@ def requests(path):
 
 @pytest.fixture(scope="module")
 def plain(pair, tmp_path_factory):
-  """Outputs with the frozen independent draft."""
-  folder = tmp_path_factory.mktemp("plain")
-  config = configured(pair[0], folder / "run", learn=False)
+  """Outputs with another draft, the n-gram cache."""
+  target = dataclasses.replace(pair, draft=pairs.CACHE)
+  config = configured(target, tmp_path_factory.mktemp("plain") / "run", learn=False)
   return outputs(online.run(config).path)
 
 
 @pytest.fixture(scope="module")
 def learned(pair, tmp_path_factory):
   folder = tmp_path_factory.mktemp("learned")
-  return online.run(configured(pair[1], folder / "run")).path
+  return online.run(configured(pair, folder / "run")).path
 
 
 def test_attached_draft_learns_and_changes_no_output(learned, plain, family):
@@ -120,9 +119,15 @@ def on_a_mesh_without_stored_states(config):
   )
 
 
+def with_prompts_in_chunks(config):
+  decoding = dataclasses.replace(config.decoding, prefill_chunk=4)
+  return dataclasses.replace(config, decoding=decoding)
+
+
 @pytest.mark.parametrize(
   "family, mode",
   [
+    ("llama", with_prompts_in_chunks),
     ("t5", on_a_mesh_without_stored_states),
     ("llama", with_adaptive_k_and_approximate_draft),
     ("llama, tokens", with_adaptive_k_and_approximate_draft),
@@ -130,10 +135,8 @@ def on_a_mesh_without_stored_states(config):
   ],
   indirect=["family"],
 )
-def test_adaptive_k_approximations_and_meshes_change_no_output(
-  family, mode, pair, plain, tmp_path
-):
-  result = online.run(mode(configured(pair[1], tmp_path / "run")))
+def test_other_ways_to_serve_change_no_output(family, mode, pair, plain, tmp_path):
+  result = online.run(mode(configured(pair, tmp_path / "run")))
   assert outputs(result.path) == plain
   overlaps = [row["overlap"] for row in requests(result.path)]
   assert np.mean(overlaps[-8:]) > np.mean(overlaps[:8])
@@ -145,7 +148,7 @@ def test_long_warm_start_does_not_deadlock_on_a_mesh(pair):
   """Queued computations on several CPU devices of XLA can deadlock."""
   decoding = DecodingConfig(source_lengths=(tiny_online.SOURCE,), target_length=12)
   mesh = sharding.PartitionConfig(2, 2)
-  with Server(pair[1], decoding, partition=mesh) as server:
+  with Server(pair, decoding, partition=mesh) as server:
     asked = [batches.EncodedExample(np.full(30, 9), 0, np.full(10, 9))] * 1600
     server.seed(list(corpus.reference_rows(server.pair, asked, decoding)))
     assert int(server.learner.state()[0]["buffer"].added) == 1600
@@ -159,7 +162,7 @@ def test_late_prefill_fills_its_own_row(pair, data):
   if len(jax.devices()) < data:
     pytest.skip("needs two devices; conftest.py fakes them")
   mesh = sharding.make(sharding.PartitionConfig(data)) if data > 1 else None
-  loaded = pairs.load_pair(pair[1])
+  loaded = pairs.load_pair(pair)
   config = DecodingConfig(rows=2, source_lengths=(8,), target_length=4)
   spec = config.spec(loaded.target, loaded.draft, mesh)
   served = steps.Served(
@@ -188,8 +191,8 @@ def test_late_prefill_fills_its_own_row(pair, data):
 @pytest.mark.parametrize("family", ["llama, tokens"], indirect=True)
 def test_adapted_draft_loads_only_with_its_own_target(pair, learned):
   path = str(learned / "draft.safetensors")
-  adapted = pairs.load_pair(dataclasses.replace(pair[1], draft=path))
-  held = pairs.load_pair(pair[1]).load_draft(path)
+  adapted = pairs.load_pair(dataclasses.replace(pair, draft=path))
+  held = pairs.load_pair(pair).load_draft(path)
   jax.tree.map(np.testing.assert_array_equal, adapted.draft_params, held)
   with pytest.raises(ValueError, match=r"PairConfig\.draft: .*attached to the target"):
     pairs.load_pair(pairs.PairConfig(draft=path))
@@ -198,14 +201,14 @@ def test_adapted_draft_loads_only_with_its_own_target(pair, learned):
 @pytest.mark.parametrize("family", ["t5"], indirect=True)
 def test_draft_of_a_sibling_serves_and_the_report_says_so(pair, learned, tmp_path):
   """The target is one that was fine-tuned a little since."""
-  found = weights.load(pair[1].target)
+  found = weights.load(pair.target)
   target = tmp_path / "tuned.safetensors"
   tuned = jax.tree.map(lambda leaf: leaf * 1.01, found.params)
   weights.save(target, dataclasses.replace(found, params=tuned))
   copy = dataclasses.replace(
-    pair[1], target=str(target), draft=str(learned / "draft.safetensors")
+    pair, target=str(target), draft=str(learned / "draft.safetensors")
   )
-  with pytest.raises(base.InputError, match=r"set PairConfig\.sibling_draft = True"):
+  with pytest.raises(base.InputError, match=r"--gin\.PairConfig\.sibling_draft=True"):
     pairs.load_pair(copy)
   config = configured(dataclasses.replace(copy, sibling_draft=True), tmp_path / "run")
   result = online.run(dataclasses.replace(config, learn=False, compare_every=6))
@@ -220,7 +223,7 @@ def test_draft_of_a_sibling_serves_and_the_report_says_so(pair, learned, tmp_pat
 
 def test_checkpoints_contain_no_frozen_parameters(pair):
   """The frozen embedding and head are the only arrays over the vocabulary."""
-  loaded = pairs.load_pair(pair[1])
+  loaded = pairs.load_pair(pair)
   config = learner.LearningConfig(update=update.UpdateConfig(ema_decay=0.5))
   learning = learner.Learner(loaded.draft, loaded.draft_params, config, 8, 4, 2)
   try:

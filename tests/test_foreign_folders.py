@@ -254,7 +254,11 @@ def test_vocab_and_merges_of_qwen2_are_read(qwen2_folder):
   assert len(vocabulary.encode("42")) == 2, "Qwen2 splits numbers into digits"
   assert len(vocabulary.encode("singers")) < len("singers")
   (qwen2_folder / "merges.txt").unlink()
-  with pytest.raises(base.InputError, match="vocab.json is not a tokenizer .*merges"):
+  with pytest.raises(base.InputError, match="vocab.json or .* cannot be .*merges"):
+    Vocabulary.load(qwen2_folder)
+  config = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 9}
+  (qwen2_folder / "config.json").write_text(json.dumps(config))
+  with pytest.raises(base.InputError, match=r"hidden size \(512\) is not a multiple"):
     Vocabulary.load(qwen2_folder)
 
 

@@ -17,7 +17,7 @@ from osd_jax import assets, base, pairs
 from osd_jax import main as cli
 from osd_jax.engine import server
 from osd_jax.engine.requests import Prompt
-from osd_jax.main import generate
+from osd_jax.main import commands, generate
 from osd_jax.models import weights
 
 
@@ -113,8 +113,8 @@ def osd(unprepared, monkeypatch, capsys, tmp_path):
   monkeypatch.setattr(
     pairs,
     "load_pair",
-    lambda config, _: types.SimpleNamespace(
-      config=config,
+    lambda config, _, default: types.SimpleNamespace(
+      config=dataclasses.replace(config, draft=config.draft or default),
       target=target,
       vocabulary=FakeVocabulary(),
       draft_bytes=1,
@@ -158,6 +158,11 @@ def test_prompts_come_from_arguments_files_or_standard_input(osd, tmp_path):
       r" [\d.]+ s of loading, [\d.]+ s of compiling, 0.1 s of decoding\n"
     )
     assert re.fullmatch(summary, errors)
+
+
+def test_empty_standard_input_is_reported(osd):
+  code, out, errors, _ = osd(typed="\n")
+  assert (code, out) == (0, "") and "standard input has no prompt" in errors
 
 
 LONG = " ".join(["word"] * 1100)
@@ -391,34 +396,61 @@ def test_target_alone_drafts_only_what_can_pay(osd, tmp_path):
   assert served("one", "--draft", "d") == ("d", False)
 
 
-def test_hint_names_the_options_of_a_shipped_draft(
-  lively_pair, tmp_path, monkeypatch, capsys, unprepared
-):
-  vocabulary = str(lively_pair.path("vocabulary"))
+@pytest.fixture(params=[False, True])
+def hinted(request, lively_pair, tmp_path, monkeypatch, unprepared):
+  """Returns options of a target, itself or tuned, and those of the draft that ships."""
   pair = pairs.load_pair(pairs.PairConfig(lively_pair.target, "attached"))
-  own = tmp_path / "own.safetensors"
-  pair.save_draft(own, pair.draft_params, "")
-  tuned = weights.load(lively_pair.target)
-  tuned = dataclasses.replace(
-    tuned, params=jax.tree.map(lambda leaf: leaf * 1.01, tuned.params)
-  )
-  weights.save(tmp_path / "tuned.safetensors", tuned)
-  (tmp_path / "shipped").mkdir()
-  own.rename(tmp_path / "shipped" / "own.safetensors")
+  target, is_copy = lively_pair.target, request.param
+  if is_copy:
+    tuned = weights.load(target)
+    params = jax.tree.map(lambda leaf: leaf * 1.01, tuned.params)
+    target = str(tmp_path / "tuned.safetensors")
+    weights.save(target, dataclasses.replace(tuned, params=params))
+  words = ["--target", target, "--vocabulary", str(lively_pair.path("vocabulary"))]
+  pair.save_draft(tmp_path / "shipped" / "own.safetensors", pair.draft_params, "")
+  (tmp_path / "shipped" / "topics").symlink_to(assets.FOLDER / "topics")
   monkeypatch.setattr(assets, "FOLDER", tmp_path / "shipped")
-  for target, is_copy in (
-    (lively_pair.target, False),
-    (str(tmp_path / "tuned.safetensors"), True),
-  ):
-    words = ["generate", "one", "--max_new_tokens", "4", "--target", target]
-    words += ["--vocabulary", vocabulary]
-    assert cli.main(words) == 0
-    hint = "add --draft shipped:own.safetensors"
-    hint += " --gin.PairConfig.sibling_draft=True" * is_copy
-    assert any(line.endswith(hint) for line in capsys.readouterr().err.splitlines())
-    options = hint.removeprefix("add ").split()
-    assert cli.main([*words, *options]) == 0  # the options do what the hint says
-    assert "ships with this package" not in capsys.readouterr().err
+  pairs._note.cache_clear()
+  options = "--draft shipped:own.safetensors"
+  options += " --gin.PairConfig.sibling_draft=True" * is_copy
+  return words, options
+
+
+def test_hint_names_the_options_of_a_shipped_draft(hinted, capsys, caplog):
+  words, options = hinted
+  words = ["generate", "one", "--max_new_tokens", "4", *words]
+  assert cli.main(words) == 0
+  assert "ships with this package" in caplog.text
+  assert caplog.text.endswith(f"add {options}\n")
+  pairs._note.cache_clear()
+  caplog.clear()
+  assert cli.main([*words, *options.split()]) == 0  # the options do what the hint says
+  assert caplog.text == ""
+
+
+@pytest.mark.parametrize("hinted", [True], indirect=True)
+@pytest.mark.parametrize("command", commands.SHORT["draft"].commands)
+def test_every_command_hints_at_a_shipped_draft(
+  command, hinted, capsys, monkeypatch, tmp_path
+):
+  def note(text):
+    raise base.InputError(text)
+
+  monkeypatch.setattr(pairs, "_note", note)
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "log.jsonl").write_text('{"prompt": "one", "text": "two"}\n')
+  words, options = hinted
+  names = {"online": ["StreamConfig"]}
+  names["offline"] = ["corpus/BatchConfig", "evaluation/BatchConfig"]
+  lines = [f"include '{file}.gin'" for file in (f"runs/{command}", "tasks/generated")]
+  for name in names.get(command, ["BatchConfig"]):
+    lines += [f"{name}.tasks = %GENERATED_EVAL"]
+  lines += ["OfflineConfig.output = 'd'"] * (command == "offline")
+  (tmp_path / "my.gin").write_text("\n".join(lines))
+  first = {"generate": ["one"], "advise": ["log.jsonl"], "serve": ["--port", "0"]}
+  words = [command, *first.get(command, ["--gin_file=my.gin"]), *words]
+  assert cli.main(words) == 2
+  assert f"add {options}\n" in capsys.readouterr().err
 
 
 def test_draft_none_decodes_plainly(capsys):

@@ -13,13 +13,13 @@ from conftest import DURATIONS, ROOT
 
 ALL = "osd_jax osd_serve osd_tools"
 LIMITS = {  # (folders, measure) -> most
-  ("osd_jax", "lines"): 28200,
-  ("osd_serve osd_tools", "lines"): 6800,
-  ("tests", "lines"): 33740,
+  ("osd_jax", "lines"): 28950,
+  ("osd_serve osd_tools", "lines"): 7040,
+  ("tests", "lines"): 34690,
   ("osd_jax", "files"): 98,
   ("osd_jax", "longest import chain"): 13,
-  ("osd_jax", "lines loaded by Server"): 19030,
-  ("osd_jax", "config fields"): 205,
+  ("osd_jax", "lines loaded by Server"): 19765,
+  ("osd_jax", "config fields"): 206,
   (ALL, "function lines"): 60,
   (ALL, "parameters"): 8,
   (ALL, "participle names, %"): 1,

@@ -35,10 +35,7 @@ def task(name: str, topic: str, split: str = "train") -> TaskConfig:
 BY_HAND = pretrain.PretrainConfig(
   model=T5Config(mlp_activations=("gelu", "linear")),
   vocabulary="v.model",
-  data=BatchConfig(
-    tasks=(task("m", "maths"), task("s", "sql")),
-    limit_rows=(1, 2),
-  ),
+  data=BatchConfig(tasks=(task("m", "maths"), task("s", "sql")), limit_rows=(1, 2)),
   evaluation=BatchConfig(tasks=(task("m", "maths", "eval"),)),
   output="w.safetensors",
   optimizer=OptimizerConfig(warmup_steps=0, schedule="cosine", total_steps=7),
@@ -78,8 +75,7 @@ def test_required_does_not_remove_a_value(written):
 
 def test_printed_settings_rebuild_the_config(written):
   library = written(
-    "DATA = %gin.REQUIRED\nother/TaskConfig.data_dir = %DATA\nUNUSED = 3",
-    "library.gin",
+    "DATA = %gin.REQUIRED\nother/TaskConfig.data_dir = %DATA\nUNUSED = 3", "library.gin"
   )
   run = written(f"include '{library}'\n{RUN}")
   long = "a" * 100 + ' it\'s "quoted" ' + "b" * 100
@@ -320,10 +316,7 @@ def test_config_of_a_command_names_the_bad_field(command, field, value):
 @pytest.mark.parametrize(
   ("words", "part"),
   [
-    (
-      ["onlien"],
-      "osd: error: no command is called 'onlien'; did you mean online",
-    ),
+    (["onlien"], "osd: error: no command is called 'onlien'; did you mean online"),
     (["xyz"], "known: advise, certify"),
     (["online", "--gin.M", "1"], "--gin.M: expected --gin.NAME=VALUE in one word"),
     (["online", "--gin_flie=x"], "osd online: error: unknown option or argument"),

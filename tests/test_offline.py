@@ -58,10 +58,7 @@ def config(tmp_path_factory) -> offline.OfflineConfig:
     output=str(folder / "distilled.safetensors"),
     pair=tiny_pair.save_tiny_pair(folder),
     decoding=DecodingConfig(
-      rows=2,
-      source_lengths=(48,),
-      target_length=8,
-      record_top_k=tiny_pair.VOCAB_SIZE,
+      rows=2, source_lengths=(48,), target_length=8, record_top_k=tiny_pair.VOCAB_SIZE
     ),
     sample_source="mix_request",
     update=updates.UpdateConfig(

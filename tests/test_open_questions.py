@@ -116,6 +116,28 @@ def test_a_replayed_cache_has_the_calls_of_a_served_one(lively_pair, tmp_path):
   assert calls[5:].sum() < calls[:5].sum()
 
 
+@pytest.mark.slow
+def test_a_replayed_mixture_has_the_calls_of_a_served_one(config, recording):
+  """Of a frozen draft and the cache, on prompts whose second half repeats the first."""
+  pair, rows = config.pair, recording.rows
+  decoding = dataclasses.replace(config.decoding, cache_tokens=1024)
+  order = [place % 5 for place in range(10)]
+  prompts = [rows[place].source[0] for place in order]
+  with Server(pair, decoding) as server:
+    answers = server.run([Request(one[one != pair.target.pad_id]) for one in prompts])
+  batches = [rows[place] for place in order]
+  drafted = decoding.num_draft_tokens
+  alone = replay.frozen(pair.draft, pair.draft_params, batches, drafted)
+  mixed = replay.mixed(pair.target, batches, alone, 1024)
+  served = np.asarray([answer.target_calls for answer in answers])
+  assert mixed.tokens.tolist() == [len(answer.tokens) for answer in answers]
+  # The two differ where a draft is asked again after a rejection.
+  assert np.abs(mixed.calls(drafted) - served).max() <= 1
+  assert abs(mixed.calls(drafted).sum() / served.sum() - 1) < 0.02
+  # Negative control: the draft alone needs more calls.
+  assert alone.calls(drafted).sum() > 1.1 * served.sum()
+
+
 @pytest.fixture
 def tiny(config, recording, tmp_path) -> setting.Setting:
   """What the questions share, with the tiny pair."""

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Sequence
 from typing import Any
@@ -161,70 +160,83 @@ DEMO = (  # eight requests of the demo with updates; small, so that little is co
   "--gin_file=runs/demo.gin",
   "--gin.StreamConfig.requests_per_task=2",
   "--gin.warm_start/BatchConfig.limit_rows=(2, 2, 2, 2)",
+  "--gin.DecodingConfig.source_lengths=(32,)",
+  "--gin.OnlineConfig.measure_costs=False",
   "--gin.DecodingConfig.num_draft_tokens=2",
   "--gin.DecodingConfig.target_length=32",
   "--gin.OnlineConfig.compare_every=0",
 )
 PROMPT = "What is the average price of hotels with country 'Italy'?"
+ASK_SERVER = f"""set -e
+osd serve --port 0 2> log &
+until url=$(grep -o 'http://.*' log); do kill -0 $!; sleep 0.1; done
+curl -s $url/v1/completions -H 'Content-Type: application/json' \\
+  -d "{{\\"prompt\\": \\"{PROMPT}\\", \\"temperature\\": 0}}"
+kill $!; wait $!"""
 README = pathlib.Path(__file__).resolve().parents[1] / "README.md"
 (README_LINES,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
-# Commands of a new user and what they print or write. Python code is given as
-# (sys.executable, "-c", CODE).
+TINY = (
+  "--gin_file=testing/tiny_pretrain.gin",
+  "--gin.PretrainConfig.vocabulary='shipped:demo_vocabulary.model'",
+  "--gin.PretrainConfig.output='tiny.safetensors'",
+)
+# Commands of a new user, and what they print or write.
 COMMANDS = (
   (("osd", "--version"), osd_jax.__version__),
   (("osd", "online", *DEMO), "runs/demo/report.html"),
   (("osd", "certify", "--help_config"), "num_draft_tokens"),
   (("osd", "generate", PROMPT, "--learn"), "SELECT AVG(price)"),
-  ((sys.executable, "-c", README_LINES), "SELECT AVG(rating), SUM(price)"),
+  (("osd", "pretrain", *TINY), "tiny.safetensors"),  # of osd_tools
+  (("python", "-c", README_LINES), "SELECT AVG(rating), SUM(price)"),
 )
+
+
+def copy_parts(
+  repository: pathlib.Path, names: Sequence[str], folder: pathlib.Path
+) -> None:
+  for name in names:
+    if (repository / name).is_dir():
+      ignored = shutil.ignore_patterns("__pycache__")
+      shutil.copytree(repository / name, folder / name, symlinks=True, ignore=ignored)
+    else:
+      shutil.copy(repository / name, folder / name)
+
+
+def new_environment(folder: pathlib.Path, **changes: str) -> dict[str, str]:
+  """Makes an environment, and returns the variables that commands in it need."""
+  check_call([sys.executable, "-m", "venv", str(folder)])
+  path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+  ours = {key: x for key, x in os.environ.items() if key != "PYTHONPATH"}
+  return {**ours, "PATH": path, **changes}
 
 
 @pytest.fixture(scope="module")
 def installed(repository: pathlib.Path, tmp_path_factory) -> pathlib.Path:
-  """A folder with an installed wheel, which was built from a source archive."""
+  """A folder with a wheel, which was built from a source archive, and what it holds."""
   folder = tmp_path_factory.mktemp("wheel")
   source = folder / "source"
   folders = ("osd_jax", "osd_serve", "osd_tools", "gin_configs")
-  for name in (*folders, "pyproject.toml", "README.md", "LICENSE"):
-    if (repository / name).is_dir():
-      ignored = shutil.ignore_patterns("__pycache__")
-      shutil.copytree(repository / name, source / name, symlinks=True, ignore=ignored)
-    else:
-      shutil.copy(repository / name, source / name)
+  copy_parts(repository, (*folders, "pyproject.toml", "README.md", "LICENSE"), source)
   code = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
   run_python(code, str(folder), cwd=source)
   (archive,) = folder.glob("*.tar.gz")
   pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
   here = ["--no-index", "--no-deps", "--no-cache-dir", "--no-build-isolation"]
-  check_call([*pip, "wheel", *here, "-q", "-w", str(folder), str(archive)])
+  built = check_call([*pip, "wheel", *here, "-v", "-w", str(folder), str(archive)])
+  assert "Warning:" not in built  # of setuptools
   (wheel,) = folder.glob("*.whl")
   check_call([*pip, "install", *here[:2], "-q", "-t", str(folder / "site"), str(wheel)])
-  # The command needs gin, and decoder-only models of other people transformers.
-  for name, present in (("clean", ("gin",)), ("llama", ("gin", "transformers"))):
-    (folder / name).mkdir()
-    absent = tuple(other for other in OPTIONAL if other not in present)
-    (folder / name / "sitecustomize.py").write_text(without(absent))
   return folder
 
 
-def in_clean_place(
-  installed: pathlib.Path, cwd: pathlib.Path, words: Sequence[str], extra="clean"
-) -> str:
-  """Output of a command that sees the wheel, but neither the checkout nor extras."""
-  path = f"{installed / extra}{os.pathsep}{installed / 'site'}"
-  env = {**os.environ, "PYTHONPATH": path}
-  env["PATH"] = f"{installed / 'site' / 'bin'}{os.pathsep}{env['PATH']}"
-  return check_call(words, cwd=cwd, env=env)
-
-
-def test_wheel_environment_has_no_extras(
-  installed: pathlib.Path, tmp_path: pathlib.Path
-):
-  """Negative control of the tests below."""
-  extras = [name for name in OPTIONAL if name != "gin"]
-  code = TRY_ALL.format(names=extras) + "import osd_jax; print(osd_jax.__file__)"
-  place = in_clean_place(installed, tmp_path, [sys.executable, "-c", code])
-  assert place.strip() == str(installed / "site" / "osd_jax" / "__init__.py")
+@pytest.fixture(scope="module")
+def environment(installed: pathlib.Path, repository: pathlib.Path) -> dict[str, str]:
+  """Variables for a new environment with the wheel and its required dependencies."""
+  pins = str(repository / "constraints.txt")
+  variables = new_environment(installed / "new", PIP_CONSTRAINT=pins, PIP_QUIET="1")
+  (wheel,) = installed.glob("*.whl")
+  check_call(["pip", "install", str(wheel)], env=variables, cwd=installed)
+  return variables
 
 
 def test_wheel_contains_the_gin_files(
@@ -243,48 +255,48 @@ def test_wheel_contains_the_gin_files(
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "result"), COMMANDS, ids=lambda x: str(x)[:40])
 def test_wheel_runs_without_extras(
-  installed: pathlib.Path, tmp_path: pathlib.Path, words, result
+  environment: dict[str, str], tmp_path: pathlib.Path, words, result
 ):
-  printed = in_clean_place(installed, tmp_path, words)
+  printed = check_call(words, cwd=tmp_path, env=environment)
   assert result in printed or (tmp_path / result).is_file()
   assert (tmp_path / "adapted_draft.safetensors").is_file() == ("--learn" in words)
 
 
 @pytest.mark.slow
-def test_newcomer_serves_own_models_and_reads_the_reports(
-  installed: pathlib.Path, tmp_path: pathlib.Path
+def test_error_of_osd_serve_names_the_command_that_adds_its_extra(
+  environment: dict[str, str], tmp_path: pathlib.Path
 ):
-  """With the wheel and the extra `llama`; newcomer.sh does the same elsewhere."""
-  script = pathlib.Path(__file__).with_name("newcomer.py")
-  words = [sys.executable, str(script), str(time.time())]
-  printed = in_clean_place(installed, tmp_path, words, "llama")
-  assert "from the installation to the first answer" in printed
+  """All three packages come with the wheel; `osd serve` then needs its extra."""
+  place = {"cwd": tmp_path, "env": environment}
+  code = "import osd_jax as j, osd_serve as s, osd_tools as t; print(j, s, t)"
+  printed = check_call(["python", "-c", code], **place)
+  assert printed.count("new/lib/") == 3, printed
+  refused = subprocess.run(["osd", "serve"], capture_output=True, text=True, **place)
+  line = refused.stderr.strip().removeprefix("osd serve: starting ...").strip()
+  command = re.fullmatch(r"osd serve: .* needs \w+; (pip install \"\S+\").*", line)
+  assert refused.returncode == 2 and command is not None, refused.stderr
+  check_call(["bash", "-c", command[1]], **place)
+  answer = json.loads(check_call(["bash", "-c", ASK_SERVER], **place))
+  assert "SELECT AVG(price)" in answer["choices"][0]["text"]
 
 
 @pytest.mark.slow
-def test_container_installs_the_package_and_its_extras(repository, tmp_path):
-  """Runs the pip command of the Dockerfile in a new environment, from its files."""
+def test_container_installs_the_package_and_its_extras(
+  environment: dict[str, str], repository: pathlib.Path, tmp_path: pathlib.Path
+):
+  """Runs the pip command of the Dockerfile, from its files."""
   text = (repository / "Dockerfile").read_text()
   (command,) = re.findall(r"^RUN (pip install .*)", text, flags=re.M)
   (extras,) = re.findall(r"^ARG EXTRAS=(.*)", text, flags=re.M)
   copied = re.findall(r"^!(.*)", (repository / ".dockerignore").read_text(), re.M)
-  for name in copied:
-    source = repository / name
-    if source.is_dir():
-      ignored = shutil.ignore_patterns("__pycache__")
-      shutil.copytree(source, tmp_path / name, symlinks=True, ignore=ignored)
-    else:
-      shutil.copy(source, tmp_path / name)
-  check_call([sys.executable, "-m", "venv", str(tmp_path / "new")])
-  bin_folder = tmp_path / "new" / "bin"
-  env = {**os.environ, "EXTRAS": extras, "PATH": f"{bin_folder}:{os.environ['PATH']}"}
-  env.pop("PYTHONPATH", None)
-  check_call(["bash", "-c", command], cwd=tmp_path, env=env)
+  (tmp_path / "copied").mkdir()
+  copy_parts(repository, copied, tmp_path / "copied")
+  check_call(["pip", "uninstall", "-y", "osd_jax"], env=environment)
+  place = {"cwd": tmp_path, "env": {**environment, "EXTRAS": extras}}
+  check_call(["bash", "-c", f"cd copied && {command}"], **place)
   code = "import osd_jax.main, osd_serve.app, osd_tools.gguf, transformers, gguf"
-  elsewhere = tmp_path / "new"
-  check_call([str(bin_folder / "python"), "-c", code], cwd=elsewhere, env=env)
-  printed = check_call(["osd", "serve", "--help_config"], cwd=elsewhere, env=env)
-  assert "  host: str" in printed
+  check_call(["python", "-c", code], **place)
+  assert "  host: str" in check_call(["osd", "serve", "--help_config"], **place)
 
 
 # ---- Import time, version and pins
@@ -322,6 +334,22 @@ def test_every_dependency_is_pinned_within_its_range(project: dict, pins: dict):
     name = canonicalize_name(requirement.name)
     assert name in pins, f"constraints.txt has no pin for {name}"
     assert pins[name] in requirement.specifier, f"{name}: {pins[name]}"
+
+
+def test_texts_name_extras_that_exist_in_one_quoted_command(
+  project: dict, tracked_texts: dict[str, str]
+):
+  """Shells such as zsh expand brackets, so a command that is copied needs quotes."""
+  commands = [
+    (name, *words)
+    for name, text in tracked_texts.items()
+    for words in re.findall(r"""(.{13})osd[-_]jax\[([^\]]*)\](.)""", text)
+    if not name.startswith(("tests/", "notebooks/", "pyproject"))
+  ]
+  assert len(commands) >= 5
+  extras = {*project["optional-dependencies"], "{name}"}
+  for name, before, extra, after in commands:
+    assert (before, after) == ('pip install "', '"') and extra in extras, name
 
 
 def test_published_files_name_no_package_index_or_machine(

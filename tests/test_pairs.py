@@ -3,9 +3,11 @@
 import dataclasses
 import errno
 import os
+import re
 import sys
 import tempfile
 import types
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -208,7 +210,7 @@ def chat_model(llama_pair, folder):
 
 
 @pytest.mark.parametrize("family", ["t5", "llama"])
-def test_folder_of_a_target_is_enough(llama_pair, tmp_path, family):
+def test_folder_of_a_target_is_enough(llama_pair, tmp_path, family, caplog):
   """Vocabulary, sentinels and chat template come from the folder."""
   folder = str(
     with_sentinels(tmp_path / "t5")
@@ -225,6 +227,11 @@ def test_folder_of_a_target_is_enough(llama_pair, tmp_path, family):
     assert ("ANSWER" in asked) == (family == "llama")
   plain = pairs.load_pair(pairs.PairConfig(target=folder, chat_template=""))
   assert plain.vocabulary.template is None
+  assert not caplog.text
+  if family == "llama":
+    os.remove(f"{folder}/chat_template.jinja")
+    pairs.load_pair(pairs.PairConfig(target=folder))
+    assert "has no chat template: prompts go in as they are" in caplog.text
 
 
 def test_target_is_never_served_with_a_vocabulary_that_is_not_its_own(config, tmp_path):
@@ -333,15 +340,25 @@ def test_hub_name_is_downloaded_if_possible(config, field, name, tmp_path, monke
   assert repository == name and "*.safetensors" in patterns
   assert {"spiece.model", "tokenizer.model", "chat_template.jinja"} <= {*patterns}
 
-  def refuse(name, allow_patterns):
-    raise OSError("no route to the hub\nmore")
+  unreachable = type("LocalEntryNotFoundError", (OSError,), {})("Got: Errno -2")
+  for error, reason in (
+    (OSError("no route to the hub\nmore"), "no route"),
+    (unreachable, "cannot be reached; correct"),
+  ):
+    hub.snapshot_download = unittest.mock.Mock(side_effect=error)
+    with pytest.raises(
+      base.InputError, match=rf"PairConfig\.{field}.*{reason}"
+    ) as caught:
+      load(changed)
+    assert len(str(caught.value).splitlines()) == 1
 
-  hub.snapshot_download = refuse
-  with pytest.raises(
-    base.InputError, match=rf"PairConfig\.{field}.*no route"
-  ) as caught:
-    load(changed)
-  assert len(str(caught.value).splitlines()) == 1
+
+def test_unknown_shipped_name_offers_files_of_its_kind(config):
+  for field in ("target", "draft", "vocabulary"):
+    with pytest.raises(base.InputError, match="expected one of") as caught:
+      load(dataclasses.replace(config, **{field: "shipped:x"}))
+    names = re.findall(r"shipped:\w+", str(caught.value).partition("expected")[2])
+    assert names and all(name.endswith(f"_{field}") for name in names)
 
 
 def test_mistyped_folder_is_refused_with_a_suggestion(tmp_path, monkeypatch):

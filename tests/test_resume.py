@@ -137,21 +137,23 @@ FEATURES = {
     sampling=SamplingConfig(temperature=0.8, seed=3),
     schedule=PAYING,
   ),
-  "attached draft, adaptive K": online_of(
-    is_attached=True, decoding={"adaptive": CHOICE}
-  ),
-  "Llama, attached draft, block rule": online_of(
+  "Llama, attached draft, block rule, prompts in chunks": online_of(
     "llama",
     is_attached=True,
     reads="tokens",
     sampling=SamplingConfig(temperature=0.8, seed=3),
-    decoding={"acceptance_rule": "block"},
+    decoding={"acceptance_rule": "block", "prefill_chunk": 4},
   ),
   "cache alone": online_of("llama", is_cache=True, decoding={"cache_tokens": 1 << 10}),
   "n-gram cache, adaptive K": online_of(
     is_attached=True, decoding={"cache_tokens": 1 << 10, "adaptive": CHOICE}
   ),
-  "mesh data=2, gate": online_of(partition=sharding.PartitionConfig(2), gate=HASTY),
+  "mesh data=2, gate, attached draft, adaptive K": online_of(
+    is_attached=True,
+    partition=sharding.PartitionConfig(2),
+    gate=HASTY,
+    decoding={"adaptive": CHOICE},
+  ),
   "offline": offline_config,
 }
 

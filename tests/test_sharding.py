@@ -21,11 +21,7 @@ TARGET, DRAFT, VOCAB = harness.TARGET, harness.DRAFT, 64
 FOUR = sharding.PartitionConfig(data=2, model=2)
 ALL_SPLIT = (FOUR, 0)  # splits drafts of any size
 DECODING = DecodingConfig(
-  rows=2,
-  num_draft_tokens=3,
-  source_lengths=(8,),
-  target_length=10,
-  record_top_k=VOCAB,
+  rows=2, num_draft_tokens=3, source_lengths=(8,), target_length=10, record_top_k=VOCAB
 )
 
 pytestmark = pytest.mark.skipif(
@@ -72,7 +68,7 @@ def served(config, rule="rejection", temperature=0.0):
   ids=str,
 )
 def test_four_devices_emit_the_tokens_and_records_of_one(config, rule, temperature):
-  with native.portable():  # drafts are drawn in another way on a single CPU
+  with native.portable(True):  # drafts are drawn in another way on a single CPU
     _, one = served(sharding.PartitionConfig(), rule, temperature)
   _, four = served(config, rule, temperature)
   for single, split in zip(one, four, strict=True):

@@ -14,14 +14,7 @@ import tiny_pair
 
 from osd_jax import online, pairs
 from osd_jax.data import batches, examples, streams
-from osd_jax.distillation import (
-  buffer,
-  learner,
-  losses,
-  optimizers,
-  schedule,
-  update,
-)
+from osd_jax.distillation import buffer, learner, losses, optimizers, schedule, update
 from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import shapes, weights
 from osd_jax.models.shapes import AttachedConfig
@@ -96,9 +89,7 @@ def config(
       schedule=schedule.ScheduleConfig(update_interval=INTERVAL, much_to_gain=0.0),
     ),
     warm_start=batches.BatchConfig(
-      tasks=tasks("train", 3),
-      source_length=SOURCE,
-      target_length=LENGTH,
+      tasks=tasks("train", 3), source_length=SOURCE, target_length=LENGTH
     ),
     compare_every=8,
     measure_costs=False,

@@ -84,7 +84,7 @@ def cost(machine: str, rows: int, drafted: int, layers: int, program: str) -> Co
   compiled = plan.Plan(run, chips.Topology(name), layers)
   call = programs.programs(compiled)[program]
   counts = programs.compiled(compiled, call)
-  with native.portable():
+  with native.portable(is_split=False):
     flops = hlo.product_flops(call.traced().jaxpr) / call.chips
   read, sent_bytes = counts.arguments_gb * 1e9, counts.moved_mb * 1e6
   return Cost(read, flops, sent_bytes, counts.kernels)

@@ -302,10 +302,14 @@ def merged(
 ) -> replay.Course:
   """Merges the courses of several drafts that each served a part of a stream."""
   at = np.argsort([list(order).index(place) for part in parts for place in part])
-  right = [one for course in courses for one in course.right]
+  right, bins = (
+    [one for course in courses for one in getattr(course, name)]
+    for name in ("right", "bins")
+  )
   return replay.Course(
     np.concatenate([course.overlap for course in courses])[at],
     tuple(right[place] for place in at),
+    tuple(bins[place] for place in at),
     sum(course.updates for course in courses),
     sum(course.slices for course in courses),
   )

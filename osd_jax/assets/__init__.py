@@ -48,6 +48,7 @@ def _shipped(path: str, setting: str) -> Path:
   file = FOLDER / path.removeprefix(PREFIX)
   if not file.exists():
     names = sorted(p.name for p in FOLDER.iterdir() if p.suffix in _SUFFIXES)
+    names = [x for x in names if f"_{setting.rpartition('.')[2]}." in x] or names
     raise base.InputError(
       f"{setting}: received {path!r}, expected one of"
       f" {', '.join(PREFIX + name for name in names)}, or the path of a file."
@@ -75,9 +76,10 @@ def _downloaded(name: str, setting: str) -> Path:
     return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_WANTED)))
   except Exception as error:  # it raises many types
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    is_away = type(error).__name__ == "LocalEntryNotFoundError"
+    fact = "cannot be reached" if is_away else f"did not give it ({reason})"
     raise base.InputError(
-      f"{message}, and the Hugging Face hub did not give it ({reason}); correct the"
-      " path or the name."
+      f"{message}, and the Hugging Face hub {fact}; correct the path or the name."
     ) from error
 
 

@@ -322,8 +322,8 @@ def find_files(task: TaskConfig) -> list[str]:
   if not paths:
     there = f"; it holds {names[:20]}" if names else ""
     raise base.InputError(
-      f"TaskConfig.pattern{whose}: received {pattern!r}, which no file in {folder!r}"
-      f" matches{there}. Correct the pattern, the split or data_dir."
+      f"TaskConfig.pattern{whose}: received {pattern!r}, which no file in"
+      f" {folder or '.'!r} matches{there}. Correct the pattern, the split or data_dir."
     )
   return paths
 

@@ -22,8 +22,8 @@ def import_seqio() -> Any:
     import tensorflow as tf
   except ImportError as error:
     raise base.MissingExtraError(
-      f"TaskConfig: seqio cannot be imported ({error}). Install the extra"
-      " (pip install 'osd-jax[data]'); files are read without it."
+      f"TaskConfig: seqio cannot be imported ({error}); files are read without it."
+      ' pip install "osd_jax[data]" adds it.'
     ) from error
   # A RuntimeError means that tensorflow has already initialized its devices.
   with contextlib.suppress(RuntimeError):

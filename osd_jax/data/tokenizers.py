@@ -92,10 +92,11 @@ def read_folder(path: pathlib.Path, keep_special: bool) -> Tokenizer:
       model_max_length=10**9,  # prompts are cut elsewhere
     )
   except Exception as error:  # the libraries raise many types
-    reason = (str(error).splitlines() or [repr(error)])[0]
+    # All lines: the first may be "Class validation error for validator ...:".
+    reason = " ".join((str(error) or repr(error)).split())[:400]
     raise base.InputError(
-      f"Vocabulary.path: {path} is not a tokenizer ({reason}); expected the"
-      " tokenizer.json of a model folder."
+      f"Vocabulary.path: {path} or the config.json next to it cannot be read"
+      f" ({reason}); expected the tokenizer of a model folder."
     ) from error
   end = tokenizer.eos_token_id
   # Those of the empty text are added to every text. An end token that the tokenizer

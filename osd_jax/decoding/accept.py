@@ -53,6 +53,8 @@ def accept(
     The accepted prefix and the recovered or bonus token after it.
   """
   resolved, is_penalized = resolve(rule), False
+  if resolved.exact and settings.all_greedy:
+    return accept_greedy(proposal, verification)
   if text is not None:
     is_penalized = sampling.is_penalized(settings)
 

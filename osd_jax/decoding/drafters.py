@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from osd_jax import base, sharding
+from osd_jax import base, native, sharding
 from osd_jax.decoding import sampling
 from osd_jax.decoding import state as state_lib
 
@@ -53,6 +53,7 @@ class ModelDrafter:
     source: jax.Array,
     target_states: jax.Array | None,
     cache_length: int,
+    read: Any = None,
   ) -> Any:
     """Returns the state of rows that have their prompt and no output.
 
@@ -61,12 +62,19 @@ class ModelDrafter:
       source: [B, S] int32, the prompts.
       target_states: [B, S, E], the target's hidden states, for an attached draft.
       cache_length: positions of the output buffer.
+      read: the draft model's cache, if the prompts were read in chunks; see `reader`.
     """
+    if read is not None:
+      return read
     mask = self.model.mask(source)
     if self.model.state_width:
       assert target_states is not None
       source = target_states
     return self.model.prefill(params, source, mask, cache_length)
+
+  def reader(self, params: base.Params) -> list[tuple[base.Model, base.Params]]:
+    """The draft model and its parameters, if it reads prompts in chunks, or nothing."""
+    return [(self.model, params)] if self.model.extend else []
 
   def propose(
     self,
@@ -105,7 +113,12 @@ class ModelDrafter:
 
     if num_draft_tokens > 1:
       offsets = jnp.arange(1, num_draft_tokens)
-      (drafted, cache), later = jax.lax.scan(step, (drafted, cache), offsets)
+      # A loop costs an accelerator more than a step of a small draft.
+      has_loop = native.forms() or native.is_split()
+      unroll = 1 if has_loop else num_draft_tokens - 1
+      (drafted, cache), later = jax.lax.scan(
+        step, (drafted, cache), offsets, unroll=unroll
+      )
       logits = jnp.concatenate([logits, jnp.swapaxes(later, 0, 1)], axis=1)
     return base.Proposal(drafted, logits), cache
 

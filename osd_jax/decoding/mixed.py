@@ -143,6 +143,7 @@ class NgramDrafter(drafters.ModelDrafter):
     source: jax.Array,
     target_states: jax.Array | None,
     cache_length: int,
+    read: Any = None,
   ) -> State:
     """Keeps the prompts; see `ModelDrafter.init`."""
     text = ngrams.start(self.target, source, self.model.mask(source), cache_length)
@@ -157,6 +158,10 @@ class NgramDrafter(drafters.ModelDrafter):
       is_sampled=jnp.zeros(shape[:1], bool),
       length=text.length,
     )
+
+  def reader(self, params: Any) -> list[tuple[base.Model, base.Params]]:
+    """See `ModelDrafter.reader`; the cache alone reads a prompt at once."""
+    return []
 
   def decode(
     self,
@@ -290,7 +295,7 @@ class NgramDrafter(drafters.ModelDrafter):
     """Notes the tokens [B] that were drawn after the newest inputs."""
     at = state.length - 1
     bins = jnp.take_along_axis(state.bins, at[:, None, None], axis=1)[:, 0]
-    token = jnp.where(_is_by_cache(params, bins), -1, token)
+    token = jnp.where(is_by_cache(params, bins), -1, token)
     return state.replace(drawn=ngrams.write(state.drawn, token[:, None], at))
 
   def observe(self, state: State, rows: state_lib.DecodeState) -> State:
@@ -366,7 +371,7 @@ class NgramDrafter(drafters.ModelDrafter):
     weight = weight.at[bins[:, 0]].get(mode="fill", fill_value=0.0)
     stand_in = jnp.minimum(weight, _MAX_WEIGHT) * top
     learned = jnp.where(draws >= 0, drawn_right, stand_in)
-    by_cache = _is_by_cache(memory, bins)
+    by_cache = is_by_cache(memory, bins)
     either = jnp.where(by_cache, cached, learned)
     is_named = jnp.min(bins, axis=-1) != _NONE
     # After a block whose tokens were all accepted, the target draws one more, for which
@@ -412,11 +417,16 @@ class Mixture(NgramDrafter):
     source: jax.Array,
     target_states: jax.Array | None,
     cache_length: int,
+    read: Any = None,
   ) -> State:
     """Prefills both sources; see `ModelDrafter.init`."""
     state = super().init(params, source, None, cache_length)
-    draft = self.learned.init(params.draft, source, target_states, cache_length)
+    draft = self.learned.init(params.draft, source, target_states, cache_length, read)
     return state.replace(draft=draft)
+
+  def reader(self, params: Any) -> list[tuple[base.Model, base.Params]]:
+    """See `ModelDrafter.reader`."""
+    return self.learned.reader(params.draft)
 
   def decode(
     self,
@@ -431,10 +441,10 @@ class Mixture(NgramDrafter):
     logits, draft = self.learned.decode(params.draft, tokens, draft, states)
     likeliest, draft_bin = (
       sampling.arg_max(logits),
-      _draft_bin(logits, state.is_sampled),
+      bin_of(logits, state.is_sampled),
     )
     bins = jnp.stack([draft_bin, _cache_bin(vote)], axis=-1)
-    by_cache = _is_by_cache(params, bins)
+    by_cache = is_by_cache(params, bins)
     state = _advanced(state, text, jnp.stack([likeliest, token], axis=-1), bins)
     one_hot = ngrams.one_hot(token, self.target.vocab_size)
     logits = jnp.where(by_cache[..., None], one_hot, logits)
@@ -452,7 +462,7 @@ class Mixture(NgramDrafter):
     # The i-th drafted token was named after the input at `rows.length + i`.
     at = rows.length[:, None] + jnp.arange(tokens.shape[1])[None]
     bins = jnp.take_along_axis(state.bins, at[..., None], axis=1)
-    return base.Proposal(tokens, logits, lengths, _is_by_cache(params, bins))
+    return base.Proposal(tokens, logits, lengths, is_by_cache(params, bins))
 
   def _most(self, survival: jax.Array, prices: jax.Array) -> jax.Array | int:
     return len(prices)  # the prices of its tokens hold steps of the draft, too
@@ -542,7 +552,7 @@ def _accuracy(params: Any, bins: jax.Array) -> jax.Array:
   return jnp.where(bins < BINS, jnp.minimum(share, 1.0), -1.0)
 
 
-def _is_by_cache(params: Any, bins: jax.Array) -> jax.Array:
+def is_by_cache(params: Any, bins: jax.Array) -> jax.Array:
   """Whether the cache proposes, from the bins [..., 2] of both sources."""
   accuracy = _accuracy(params, bins)
   return accuracy[..., 1] > accuracy[..., 0]
@@ -553,7 +563,7 @@ def _is_proposed(survival: jax.Array, price: jax.Array) -> jax.Array:
   return (survival > 0) | (price <= 0)
 
 
-def _draft_bin(logits: jax.Array, is_sampled: jax.Array) -> jax.Array:
+def bin_of(logits: jax.Array, is_sampled: jax.Array) -> jax.Array:
   """Bin of the top probability [B, n]; none if it is NaN."""
   largest = jnp.max(logits, axis=-1, keepdims=True)
   probability = 1 / jnp.sum(jnp.exp(logits - largest), axis=-1)

@@ -48,6 +48,8 @@ class DecodeSpec:
       that holds them. () drafts K tokens in every round.
     prefill_rows: prompts that a call prefills, unless a mesh splits the rows; a divisor
       of `rows`.
+    prefill_chunk: tokens of each prompt that a call reads at most; 0: any number.
+    all_greedy: no row samples or has a penalty; see `for_rows`.
   """
 
   target: base.Model
@@ -59,6 +61,8 @@ class DecodeSpec:
   partitioner: Any = None
   widths: tuple[int, ...] = ()
   prefill_rows: int = 1
+  prefill_chunk: int = 0
+  all_greedy: bool = False
 
   @classmethod
   def of(
@@ -113,6 +117,18 @@ class DecodeSpec:
       drafter = self.drafter.resting() if self.widths else None
     return dataclasses.replace(self, drafter=drafter)
 
+  def for_rows(self, is_sampled: bool) -> "DecodeSpec":
+    """Leaves sampling and penalties out of the program if no row needs them.
+
+    Not on a CPU, where a branch costs less than compiling two programs.
+    """
+    return self if native.forms() or is_sampled else self.greedy
+
+  @property
+  def greedy(self) -> "DecodeSpec":
+    """Decoding of greedy rows that have no penalty."""
+    return dataclasses.replace(self, all_greedy=True)
+
   @property
   def is_split(self) -> bool:
     """Whether a mesh splits the rows."""
@@ -165,7 +181,7 @@ class DecodeSpec:
       yield
       return
     mesh = self.partitioner.mesh.abstract_mesh
-    with native.portable(), jax.sharding.use_abstract_mesh(mesh):
+    with native.portable(mesh.size > 1), jax.sharding.use_abstract_mesh(mesh):
       yield
 
 
@@ -184,7 +200,7 @@ def run_rounds(
   compile nothing.
 
   Args:
-    spec: static description of decoding, the same in all calls.
+    spec: static description of decoding; rows that are all greedy may have their own.
     num_draft_tokens: K in 0..16 (static); 0 decodes plainly.
     target_served: prepared parameters of the target.
     draft_served: prepared parameters of the draft; not read if K is 0.
@@ -196,6 +212,8 @@ def run_rounds(
     The rows after the last round.
   """
   running_at_start = state.stop_reason == base.StopReason.RUNNING
+  settings = state.settings
+  state = state.replace(settings=settings.replace(all_greedy=spec.all_greedy))
   idle_cache = state.draft_cache
   if not num_draft_tokens:
     # A loop copies the values that it carries, so an unused cache stays outside.
@@ -218,7 +236,7 @@ def run_rounds(
   _, state = jax.lax.while_loop(continues, body, (jnp.int32(0), state))
   if not num_draft_tokens:
     state = state.replace(draft_cache=idle_cache)
-  return state
+  return state.replace(settings=settings)
 
 
 def one_round(

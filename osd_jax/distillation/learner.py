@@ -200,6 +200,10 @@ class UpdateRunner:
     if self.in_background:
       update.future = self._thread.submit(self._run_all, update)
 
+  def submit(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Runs a call on the thread of updates, before the next one."""
+    return self._thread.submit(call)
+
   def due(self, finished: int) -> bool:
     """Whether `take` should be called after `finished` requests."""
     if self._update is None:
@@ -344,6 +348,7 @@ class Learner:
     self._schedule: Any = config.schedule.init()
     self.costs: Costs | None = None
     on_mesh = sharding.is_distributed(params) or jax.process_count() > 1
+    self._compiling: concurrent.futures.Future[Any] | None = None
     self.runner = UpdateRunner(
       draft,
       config.update,
@@ -404,16 +409,26 @@ class Learner:
       jax.block_until_ready(self._buffer.added)
     self._since = int(self._buffer.added)
 
-  def warm_up(self, batches: Iterable[base.DistillationBatch] = ()) -> None:
-    """Compiles an update, and the append of such rows; changes no state."""
+  def warm_up(
+    self, batches: Iterable[base.DistillationBatch] = (), in_background: bool = False
+  ) -> None:
+    """Compiles an update, and the append of such rows; changes no state.
+
+    `in_background`: the thread of updates compiles the update, and none begins before.
+    """
     for batch in batches:
       # Rows of weight 0 are compiled like others but not added.
       weightless = self._with_states(batch).replace(weight=batch.weight * 0)
       self._buffer = self._append(self._buffer, weightless)
     (sample,) = self._draw(1)
-    update_lib.warm_up(
-      self._draft, self.config.update, self.runner.learner, sample, self._frozen
+    compiling = functools.partial(
+      *(update_lib.warm_up, self._draft, self.config.update, self.runner.learner),
+      *(sample, self._frozen),
     )
+    if in_background:
+      self._compiling = self.runner.submit(compiling)
+    else:
+      compiling()
 
   def try_update(self, slices: int, serve: Callable[[], bool] = lambda: False) -> None:
     """Runs an update as serving does, and drops its result; used to measure its cost.
@@ -495,7 +510,8 @@ class Learner:
     self._buffer = self._append(self._buffer, self._with_states(batch))
     # Count on the host: numpy would make XLA sum a jax array.
     tokens = int(np.count_nonzero(np.asarray(batch.mask)))
-    most = 0 if self.runner.busy else self.config.update.steps_per_update
+    can_begin = self._is_compiled() and not self.runner.busy
+    most = self.config.update.steps_per_update if can_begin else 0
     request = schedule_lib.Request(overlap, tokens, most, mixed)
     self._schedule, slices = self.config.schedule.update(
       self._schedule, request, self.costs
@@ -599,6 +615,11 @@ class Learner:
     return batch.replace(
       target_states=_target_states(self._draft, self.serving, batch.source)
     )
+
+  def _is_compiled(self) -> bool:
+    """Whether an update can begin; raises what compiling raised."""
+    future = self._compiling
+    return future is None or (future.done() and future.result() is None)
 
   def _draw(self, slices: int) -> tuple[base.DistillationBatch, ...]:
     config = self.config

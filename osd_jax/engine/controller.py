@@ -224,10 +224,10 @@ class Controller:
   @property
   def is_fixed(self) -> bool:
     """Whether K is the same in every call, and the draft never rests."""
-    return len(self.candidates) == 1 or (self._is_cache and self._learns)
+    return len(self.candidates) == 1 or (self._is_cache and self.learns)
 
   @property
-  def _learns(self) -> bool:
+  def learns(self) -> bool:
     """Whether the n-gram cache drafts alone, and its prices are learned."""
     return self._learned is not None and (self._is_cache or self.rests)
 
@@ -260,7 +260,7 @@ class Controller:
       prefills: prefill calls that it needs.
       undrafted: those of the rows whose requests must not draft.
     """
-    if self._learned is not None and self._learns:
+    if self._learned is not None and self.learns:
       self._kind = bucket, is_sampled, len(rows)
       learned = self._learned[self._kind]
       self._is_mute = len(undrafted) == len(rows)
@@ -296,9 +296,13 @@ class Controller:
     k = num_draft_tokens or self._choices[-1]
     return Choice(k, max_rounds, token_prices, by_cache)
 
+  def mute(self) -> None:
+    """Says that the next call does not draft after all; its result is ignored."""
+    self._is_mute = True
+
   def observe(self, result: RoundResult) -> None:
     """Updates the state after a call with the chosen K."""
-    if self._learned is not None and self._learns:
+    if self._learned is not None and self.learns:
       if not self._is_mute:
         tokens = sum(result.emitted)
         self._learned[self._kind].observe(result.rounds, tokens, result.milliseconds)

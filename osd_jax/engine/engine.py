@@ -15,6 +15,7 @@ The path of a request through the calls:
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +25,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from osd_jax import base
+from osd_jax import background, base
 from osd_jax.costs import measure
 from osd_jax.costs.table import RoundCosts
 from osd_jax.decoding import accept, drafters, sampling
 from osd_jax.decoding import state as state_lib
+from osd_jax.decoding.rounds import DecodeSpec
 from osd_jax.engine import measurement, steps
 from osd_jax.engine.controller import Choice, Controller, RoundResult
-from osd_jax.engine.requests import DecodingConfig, Finished, Request, in_order
+from osd_jax.engine.requests import (
+  DecodingConfig,
+  Finished,
+  Request,
+  SamplingConfig,
+  in_order,
+)
 from osd_jax.engine.steps import PaddedPrompt, PromptBatch
 
 # Rounds of a call while a caller watches a request's text, or may submit another one.
@@ -51,6 +59,7 @@ class Slot:
       compiling.
     lacks_draft: the draft has not been prefilled for it.
     prefill_ms: wall time of its prefill.
+    chunks: chunks of its prompt that were read so far; None: all, and it decodes.
   """
 
   request: Request
@@ -59,10 +68,11 @@ class Slot:
   milliseconds: float = 0.0
   lacks_draft: bool = False
   prefill_ms: float = 0.0
+  chunks: int | None = None
 
   def to_json(self) -> dict[str, Any]:
     """Returns the part that a checkpoint stores as JSON."""
-    names = ("number", "milliseconds", "lacks_draft", "prefill_ms")
+    names = ("number", "milliseconds", "lacks_draft", "prefill_ms", "chunks")
     return {"tag": self.request.tag, **{name: getattr(self, name) for name in names}}
 
 
@@ -203,6 +213,10 @@ class Engine:
     self.controller = Controller(config, draft is not None, bool(widths), is_cache)
     self._warm: set[int] = set()  # buckets whose calls are compiled and measured
     self._budget = measurement.SharedBudget()
+    # With learned costs, decoding is then plain until a thread has compiled drafting.
+    self.compiles_in_background = True
+    self.compilations = background.OneTimeCalls()
+    self._is_trained = False
     self._waiting: deque[tuple[int, Request]] = deque()
     self.submitted = 0
     # Whether noise depends on a request's number, too: from when on drafts may depend
@@ -226,7 +240,7 @@ class Engine:
   @property
   def in_flight(self) -> int:
     """Requests in rows or waiting."""
-    return len(self._waiting) + len(self._occupied())
+    return len(self._waiting) + sum(slot is not None for slot in self._slots)
 
   @property
   def measured(self) -> dict[int, RoundCosts]:
@@ -270,7 +284,8 @@ class Engine:
       self.shortlist = np.asarray(shortlist, np.int32)
     self._prepare_draft_params(draft_params)
     self.draft_version = version
-    if version:
+    self._is_trained |= bool(version)
+    if self._is_trained and not self.compiles_in_background:
       self.controller.rests = False
     self._number_noise()
 
@@ -293,6 +308,8 @@ class Engine:
       return
     self._is_numbered = True
     rows = self._occupied()
+    for slot in self._reading().values():
+      slot.prompt = self._padded(slot.request, slot.number)
     if rows:
       seeds = np.zeros(self.config.rows, np.uint32)
       for number, slot in rows:
@@ -365,12 +382,14 @@ class Engine:
     rows = self._occupied()
     if not rows:
       return []
+    self._wake()
     self._warm_up_bucket(self._bucket)  # a draft that rested may be trained now
     watch = measure.Stopwatch()
     is_sampled = any(slot.request.sampling.needs_sampling for _, slot in rows)
     choice, max_rounds = self._choose(rows, is_sampled)
+    spec = self._resting if choice.by_cache else self.spec
     self._state = steps.advance(
-      self._resting if choice.by_cache else self.spec,
+      spec.for_rows(is_sampled),
       choice.num_draft_tokens,
       self.served,
       np.int32(max_rounds),
@@ -412,25 +431,36 @@ class Engine:
     self._waiting.clear()
     self.expecting = False
     self._slots: list[Slot | None] = [None] * self.config.rows
+    self._caches: list[Any] | None = None  # of prompts that are read in chunks
     self._bucket = 0
     self._state: state_lib.DecodeState | None = None
     zeros = np.zeros(self.config.rows, np.int32)
     self._progress = RowProgress(*(zeros.copy() for _ in RowProgress._fields))
+    self._is_behind = False  # the n-gram cache has not read what plain calls emitted
     self.controller.reset()
 
-  def warm_up(self) -> list[Finished]:
+  def warm_up(self, in_background: bool = False) -> list[Finished]:
     """Compiles the calls of every bucket, so that no request waits for a compilation.
+
+    `in_background`: if the draft rests, only plain decoding is compiled now, and
+    drafting on a thread while requests are answered.
 
     Returns:
       Answers to made-up requests, with which a caller may warm up its own calls.
     """
     lengths, memory, answers = self.config.source_lengths, self.memory, []
     submitted, rests = self.submitted, self.controller.rests
-    self.controller.rests = False  # so that all calls are compiled
+    self.compiles_in_background = in_background and rests
+    self.controller.rests = in_background and rests  # else all calls are compiled
     self.controller.reset()
-    for length in lengths:  # one after the other, or all rows would have the longest
+    # Sampled requests may have a program of their own.
+    is_one_program = self.spec.for_rows(False) == self.spec.for_rows(True)
+    temperatures = (0.0,) if is_one_program else measurement.TEMPERATURES
+    for length, temperature in itertools.product(lengths, temperatures):
+      # One after the other, or all rows would have the longest prompt.
       prompt = np.full(length, base.EOS_ID, np.int32)
-      answers += self.run([Request(prompt, max_new_tokens=1)])
+      sampled = SamplingConfig(temperature=temperature)
+      answers += self.run([Request(prompt, sampled, max_new_tokens=1)])
     for before, after in itertools.permutations(lengths, 2):
       state = steps.empty(self.spec, self.served, before)
       steps.resize(self.spec, self.served, state, after)
@@ -452,26 +482,37 @@ class Engine:
   def close(self) -> None:
     """Drops all requests."""
     self.clear()
+    self.compilations.close()
 
   def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the state that a checkpoint stores: (arrays, JSON values)."""
-    return {"rows": self._state, "memory": self._memory}, {
+    arrays = {"rows": self._state, "memory": self._memory, "prompts": self._caches}
+    return arrays, {
       "shortlist": None if self.shortlist is None else self.shortlist.tolist(),
       "draft_version": self.draft_version,
       "bucket": self._bucket,
+      "prompt_bucket": self._prompt_bucket if self._caches else 0,
       "slots": [slot and slot.to_json() for slot in self._slots],
       "waiting": [[number, request.tag] for number, request in self._waiting],
       "submitted": self.submitted,
       "is_numbered": self._is_numbered,
+      "is_behind": self._is_behind,
       "controller": self.controller.to_json(),
     }
 
   def structure(self, host: dict[str, Any]) -> Any:
     """Returns the shapes of the arrays that `state` gave with `host`."""
-    rows, bucket = None, host["bucket"]
+    rows, caches, bucket = None, None, host["bucket"]
     if bucket:  # otherwise no request had been admitted
       rows = jax.eval_shape(lambda: steps.empty(self.spec, self.served, bucket))
-    return {"rows": rows, "memory": jax.eval_shape(lambda: self._memory)}
+    if length := host.get("prompt_bucket"):
+      drafts = not any(x and x["chunks"] and x["lacks_draft"] for x in host["slots"])
+      spec = self.spec if drafts else self.spec.resting
+      source = jax.ShapeDtypeStruct((spec.parts, length), jnp.int32)
+      unread = functools.partial(steps.unread, spec)
+      caches = jax.eval_shape(unread, self.served, source)
+    memory = jax.eval_shape(lambda: self._memory)
+    return {"rows": rows, "memory": memory, "prompts": caches}
 
   def restore(
     self,
@@ -495,6 +536,8 @@ class Engine:
     if not host["slots"]:
       return  # the checkpoint of a run with replicas, which held the rows
     self._bucket, self._state = host["bucket"], arrays["rows"]
+    self._is_behind = host.get("is_behind", False)
+    self._caches = arrays["prompts"]
     if self._memory is not None:
       self._serve_memory(arrays["memory"])
     for number, saved in enumerate(host["slots"]):
@@ -508,7 +551,20 @@ class Engine:
       self._progress = read_progress(self._state, self.spec.drafter)
 
   def _occupied(self) -> list[tuple[int, Slot]]:
-    return [(n, slot) for n, slot in enumerate(self._slots) if slot is not None]
+    """Rows that decode."""
+    slots = enumerate(self._slots)
+    return [(n, slot) for n, slot in slots if slot and slot.chunks is None]
+
+  def _reading(self) -> dict[int, Slot]:
+    """Rows whose prompts are being read."""
+    slots = enumerate(self._slots)
+    return {n: slot for n, slot in slots if slot and slot.chunks is not None}
+
+  @property
+  def _prompt_bucket(self) -> int:
+    """The length at which prompts are being read."""
+    # A short prompt costs no more next to a long one in flight.
+    return max(self._bucket_of(slot.request) for slot in self._reading().values())
 
   def _padded(self, request: Request, number: int = 0) -> PaddedPrompt:
     """Returns the request as arrays, padded to the longest bucket."""
@@ -525,19 +581,35 @@ class Engine:
   # --- Admission ----------------------------------------------------------------------
 
   def _admit(self) -> None:
-    """Fills empty rows in order."""
-    rows, parts = self.config.rows, self.spec.parts
-    while self._waiting and None in self._slots:
-      free = [number for number, slot in enumerate(self._slots) if slot is None]
-      if steps.defer_prefill(len(free), len(self._waiting), rows, parts):
+    """Fills empty rows in order; rows that decode wait for one chunk at most."""
+    chunk, tokens = self.config.prefill_chunk, 0
+    while self._reading() or self._begin():
+      tokens += min(self._prompt_bucket, chunk)
+      if tokens > chunk and self._occupied():
         return
-      self._fit_bucket()
-      slots = {}
-      for number in steps.first_free_slots(free, rows, parts):
-        if self._waiting and self._bucket_of(self._waiting[0][1]) <= self._bucket:
-          place, request = self._waiting.popleft()
-          slots[number] = Slot(request, self._padded(request, place), place)
-      self._prefill(slots)
+      self._prefill()
+
+  def _begin(self) -> bool:
+    """Gives empty rows to waiting requests, whose prompts are read next, if it can."""
+    rows, parts = self.config.rows, self.spec.parts
+    free = [number for number, slot in enumerate(self._slots) if slot is None]
+    waiting = len(self._waiting)
+    if not (free and waiting) or steps.defer_prefill(len(free), waiting, rows, parts):
+      return False
+    self._fit_bucket()
+    for number in steps.first_free_slots(free, rows, parts):
+      if self._waiting and self._bucket_of(self._waiting[0][1]) <= self._bucket:
+        place, request = self._waiting.popleft()
+        prompt = self._padded(request, place)
+        self._slots[number] = Slot(request, prompt, place, chunks=0)
+    drafts = self.spec.drafter is None or self.controller.state.is_drafting
+    slots = self._reading().values()
+    if not self.controller.is_fixed:
+      drafts = drafts and any(slot.request.speculative for slot in slots)
+    for slot in slots:
+      # An idle draft reads the prompt when it drafts again, if it is still in flight.
+      slot.lacks_draft = not drafts
+    return True
 
   def _bucket_of(self, request: Request) -> int:
     return self.config.bucket(len(request.tokens))
@@ -547,7 +619,7 @@ class Engine:
 
     All rows share one bucket, because a call has one source length.
     """
-    requests = [self._waiting[0][1], *(slot.request for _, slot in self._occupied())]
+    requests = [self._waiting[0][1], *(slot.request for slot in self._slots if slot)]
     needed = max(map(self._bucket_of, requests))
     if needed == self._bucket:
       return
@@ -596,34 +668,47 @@ class Engine:
       )
     controller.costs[bucket] = self._budget.measure(self, bucket, self.report)
 
-  def _prefill(self, slots: Mapping[int, Slot]) -> None:
-    """Prefills requests into their slots, in one call."""
+  def _prefill(self) -> None:
+    """Reads the next chunk of prompts, or short prompts as a whole, in one call."""
     watch = measure.Stopwatch()
-    assert self._state is not None
-    # A short prompt costs no more next to a long one in flight.
-    bucket = max(self._bucket_of(slot.request) for slot in slots.values())
+    slots, bucket = self._reading(), self._prompt_bucket
     (batch,) = self._batches(slots, bucket)
-    drafts = self.spec.drafter is None or self.controller.state.is_drafting
-    if not self.controller.is_fixed:
-      drafts = drafts and any(slot.request.speculative for slot in slots.values())
-    # An idle draft is prefilled when it drafts again, if the request is then in flight.
-    insert = steps.insert if drafts else steps.insert_undrafted
-    state = insert(self.spec, self.served, self._state, batch)
-    if drafts:
-      is_priced = bucket in self.controller.costs
-      self.controller.charge_prefill(bucket if is_priced else self._bucket)
-    self._state = state
+    first = next(iter(slots.values()))
+    assert self._state is not None and first.chunks is not None
+    drafts, chunks = not first.lacks_draft, first.chunks + 1
+    spec = self.spec if drafts else self.spec.resting
+    starts = steps.chunk_starts(spec, batch.source)
+    if starts:
+      if self._caches is None:
+        self._caches = steps.unread(spec, self.served, batch.source)
+      start = np.int32(starts[first.chunks])
+      self._caches = steps.read_chunk(
+        spec, self.served, self._caches, batch.source, start
+      )
+    is_read = chunks >= len(starts)
+    if is_read:
+      self._insert(batch, bucket, drafts)
     # Without waiting, the time of the prefill would be charged to the next call.
-    jax.block_until_ready(state.length)
+    jax.block_until_ready(self._state.length if is_read else self._caches)
     spent = watch.ms
     self._prefill_ms += spent
     for number, slot in slots.items():
-      slot.milliseconds = slot.prefill_ms = spent / len(slots)
-      slot.lacks_draft = not drafts
-      self._slots[number] = slot
+      slot.milliseconds += spent / len(slots)
+      slot.prefill_ms += spent / len(slots)
+      slot.chunks = None if is_read else chunks
       # `_observe` subtracts the previous progress, which belongs to another request.
       for counts in self._progress:
         counts[number] = 0
+
+  def _insert(self, batch: PromptBatch, bucket: int, drafts: bool) -> None:
+    """Puts prompts into their rows."""
+    assert self._state is not None
+    insert = steps.insert if drafts else steps.insert_undrafted
+    self._state = insert(self.spec, self.served, self._state, batch, self._caches)
+    self._caches = None
+    if drafts:
+      is_priced = bucket in self.controller.costs
+      self.controller.charge_prefill(bucket if is_priced else self._bucket)
 
   def _batches(self, slots: Mapping[int, Slot], bucket: int) -> Iterator[PromptBatch]:
     prompts = {number: slot.prompt for number, slot in slots.items()}
@@ -641,14 +726,59 @@ class Engine:
     choice = self.controller.choose(
       self._bucket, is_sampled, numbers, chunks, prefills, undrafted
     )
+    if self.controller.learns and not self._can_draft(choice):
+      self.controller.mute()
+      choice = Choice(0, choice.max_rounds)
     if choice.num_draft_tokens and not choice.by_cache and (chunks or prefills):
       self._prepare_draft(rows)
     is_short = self.expecting or any(slot.request.watch for _, slot in rows)
+    is_short = is_short or bool(self._reading())
     # The shortest limit wins: a streamed text should not wait for the longest call that
     # the controller would choose.
     watched = self.watched_rounds if is_short else None
     limits = (self.config.max_rounds, choice.max_rounds, watched)
     return choice, min(limit for limit in limits if limit is not None)
+
+  def _can_draft(self, choice: Choice) -> bool:
+    """Whether drafting from the n-gram cache is compiled; starts a thread that does it.
+
+    Compiling takes longer than many answers, so decoding is plain until it ends.
+    """
+    spec = self._resting if choice.by_cache else self.spec
+    arguments = spec, choice.num_draft_tokens, self.served, self._state
+    if self.compiles_in_background and not self.compilations.has_run(
+      (spec, self._bucket),
+      lambda: functools.partial(steps.compile_drafting, *arguments),
+    ):
+      self._is_behind = True
+      return False
+    self._read_on(spec)
+    return True
+
+  def _read_on(self, spec: DecodeSpec) -> None:
+    """Lets the n-gram cache read what plain calls emitted while it was compiled."""
+    if self._is_behind:
+      self._state = steps.catch_up(spec, self.served, self._state)
+    self._is_behind = False
+
+  def _wake(self) -> None:
+    """Ends the rest of a trained draft, once a thread has compiled its calls."""
+    if not (self._is_trained and self.controller.rests):
+      return
+
+    def prepare() -> Callable[[], None]:
+      assert self.spec.drafter is not None
+      # Calls donate the memory, so the thread gets a copy.
+      draft = self.spec.drafter.with_memory(self._prepared, self.memory)
+      return functools.partial(self._compile_draft, self.served._replace(draft=draft))
+
+    if not self.compiles_in_background or self.compilations.has_run("draft", prepare):
+      self._read_on(self._resting)
+      self.controller.rests = False
+
+  def _compile_draft(self, served: steps.Served) -> None:
+    for length in self.config.source_lengths:
+      measurement.warm_up(self.spec, self.candidates, served, length)
 
   def _missing(self, rows: list[tuple[int, Slot]]) -> tuple[int, int]:
     """Chunks and prefill calls that the draft needs before it can draft."""

@@ -120,13 +120,25 @@ def warm_up(
     state = steps.insert(spec, served, state, batch)
   for num_draft_tokens in candidates:
     # With 0 rounds the call compiles like any other and computes nothing.
-    largest, prices = steps.exactly(spec, num_draft_tokens)
-    state = steps.advance(spec, largest, served, np.int32(0), state, prices)
+    state = _compiled(spec, spec, num_draft_tokens, served, state)
   if pauses:
     if spec.resting.drafter is not None:
-      largest, prices = steps.exactly(spec, candidates[-1])
-      state = steps.advance(spec.resting, largest, served, np.int32(0), state, prices)
+      state = _compiled(spec.resting, spec, candidates[-1], served, state)
     state = steps.catch_up(spec, served, state)
+  return state
+
+
+def _compiled(
+  spec: DecodeSpec,
+  whole: DecodeSpec,
+  num_draft_tokens: int,
+  served: steps.Served,
+  state: state_lib.DecodeState,
+) -> state_lib.DecodeState:
+  """Compiles the rounds of greedy and of sampled rows; `whole` decides their prices."""
+  largest, prices = steps.exactly(whole, num_draft_tokens)
+  for one in dict.fromkeys(map(spec.for_rows, (False, True))):
+    state = steps.advance(one, largest, served, np.int32(0), state, prices)
   return state
 
 
@@ -180,6 +192,7 @@ class _Rows:
     self._spec, self._served = spec, served
     settings = sampling and sampling.settings(spec.target_length)
     self._temperatures = TEMPERATURES if sampling is None else (sampling.temperature,)
+    self._is_sampled = sampling is not None and sampling.needs_sampling
     self._specs = [spec]  # by source, as in `RoundCosts.round_ms`
     if self._pauses and spec.resting.drafter not in (None, spec.drafter):
       self._specs.append(spec.resting)
@@ -268,7 +281,7 @@ class _Rows:
   def idle(self) -> float:
     """Times a call without rounds."""
     self._rewind(0)
-    self._idle.append(self._advance(self._candidates[-1], 0))
+    self._idle.append(self._advance(self._candidates[-1], 0, self._spec, 0.0))
     return self._idle[-1]
 
   def rounds(
@@ -281,7 +294,8 @@ class _Rows:
     """Times a round of the first rows."""
     self._rewind(0, temperature, in_use)
     before = np.asarray(self.state.counters.rounds)
-    spent = self._advance(num_draft_tokens, self.max_rounds, self._specs[source])
+    spec = self._specs[source]
+    spent = self._advance(num_draft_tokens, self.max_rounds, spec, temperature)
     # A row may finish, which ends the call, so the rounds are counted.
     count = int(np.max(self.state.counters.rounds - before))
     return (spent - float(np.median(self._idle or 0.0))) / max(count, 1)
@@ -293,7 +307,7 @@ class _Rows:
     self._served = served  # the parameters may have been replaced since
     self._rewind(0, warmth, in_use)
     before = np.asarray(self.state.counters.rounds)
-    spent = self._advance(0, rounds)
+    spent = self._advance(0, rounds, self._spec, warmth)
     # A row that ends, ends the call.
     return spent, int(np.max(self.state.counters.rounds - before))
 
@@ -311,13 +325,14 @@ class _Rows:
   def serve(self) -> None:
     """Runs one call with requests in flight, as serving does."""
     self._rewind(0)
-    self._advance(self._candidates[-1], self.max_rounds)
+    self._advance(self._candidates[-1], self.max_rounds, self._spec, 0.0)
 
   def _advance(
-    self, num_draft_tokens: int, max_rounds: int, spec: DecodeSpec | None = None
+    self, num_draft_tokens: int, max_rounds: int, spec: DecodeSpec, temperature: float
   ) -> float:
     largest, prices = steps.exactly(self._spec, num_draft_tokens)
-    arguments = (spec or self._spec, largest, self._served, np.int32(max_rounds))
+    spec = spec.for_rows(self._is_sampled or temperature > 0)
+    arguments = (spec, largest, self._served, np.int32(max_rounds))
     return self._timed(lambda state: steps.advance(*arguments, state, prices))
 
   def _rewind(

@@ -88,6 +88,10 @@ class DecodingConfig(base.Config):
     prefill_rows: prompts that one call prefills, a divisor of `rows`; meant for
       accelerators. With more than one, up to an eighth of the rows stay empty until a
       call can fill them. A mesh that splits the rows prefills one in each part instead.
+    prefill_chunk: the most tokens that are prefilled between two calls of rounds, in
+      each of `prefill_rows`; rows that decode wait for no more, and a longer prompt
+      takes several turns. 0: whole prompts. For decoder-only models only, because an
+      encoder needs the whole prompt.
     cache_tokens: tokens of served answers, a power of two, in an n-gram cache that is
       mixed with the draft; 0 for no cache. With `PairConfig.draft = "cache"` it is the
       size of that cache, and 0 means 65,536.
@@ -104,6 +108,7 @@ class DecodingConfig(base.Config):
   max_rounds: base.Count = 256
   adaptive: AdaptiveConfig | None = None
   prefill_rows: base.Count = 1
+  prefill_chunk: base.CountOrZero = 0
   cache_tokens: base.CountOrZero = 0
 
   def checks(self):
@@ -158,6 +163,7 @@ class DecodingConfig(base.Config):
       widths=self.widths,
       rows=self.rows,
       prefill_rows=self.prefill_rows,
+      prefill_chunk=self.prefill_chunk,
       target_length=self.target_length,
       record_top_k=self.record_top_k,
       rule=self.acceptance_rule,
@@ -178,7 +184,15 @@ class DecodingConfig(base.Config):
       )
 
   def check(self, model: base.Model) -> None:
-    """Raises InputError if the longest prompt and output exceed a model's positions."""
+    """Raises InputError if a model cannot be served with these shapes."""
+    # An attached draft and the n-gram cache read what the target has read.
+    is_reader = not model.state_width and model.absorb is None
+    if self.prefill_chunk and is_reader and model.extend is None:
+      raise base.InputError(
+        f"decoding: DecodingConfig.prefill_chunk: received {self.prefill_chunk},"
+        f" expected 0, because the {model.name} reads a whole prompt at once; only"
+        " decoder-only models read prompts in chunks."
+      )
     longest = self.source_lengths[-1] + self.target_length
     if model.max_positions and longest > model.max_positions:
       raise base.InputError(

@@ -131,6 +131,9 @@ class Server:
   ):
     """Loads the pair; calls are compiled when the first prompt of a bucket arrives.
 
+    If costs are learned while serving, a thread compiles drafting. Decoding is plain
+    until then.
+
     Args:
       pair: files of the pair, the shipped one by default, or a loaded pair; one
         without a draft decodes plainly. A text is the target of a `PairConfig`.
@@ -422,11 +425,18 @@ class Server:
     self.learner.seed(batches)
     self.engine.swap(self.draft_params, 0, self.learner.shortlist())
 
-  def warm_up(self, learn: bool = False) -> None:
-    """Compiles the calls of every bucket now, so that no request waits for it."""
-    answers = self.engine.warm_up()
+  def warm_up(self, learn: bool = False, in_background: bool = False) -> None:
+    """Compiles the calls of every bucket now, so that no request waits for it.
+
+    `in_background`: with a new draft, only plain decoding is compiled now. Threads
+    compile drafting and updates while requests are answered.
+    """
+    engine = self.engine
+    is_new = isinstance(engine, Engine) and engine.controller.rests
+    in_background = in_background and is_new
+    answers = engine.warm_up(in_background) if is_new else engine.warm_up()
     if learn:
-      self.learner.warm_up(answer.batch for answer in answers)
+      self.learner.warm_up((answer.batch for answer in answers), in_background)
     if self.pair.draft is not None and self.engine.config.record_top_k:
       for answer in answers:
         for length in agreement.lengths(self.engine.config.target_length):

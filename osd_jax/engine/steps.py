@@ -182,6 +182,84 @@ def empty(spec: DecodeSpec, served: Served, bucket: int) -> state_lib.DecodeStat
   return spec.place(state.replace(stop_reason=reason))
 
 
+def chunk_starts(spec: DecodeSpec, source: np.ndarray) -> list[int]:
+  """Returns where the chunks of prompts [P, S] begin; [] if they are read at once."""
+  size, length = spec.prefill_chunk, source.shape[1]
+  if not size or length <= size:
+    return []
+  # Prompts end in padding, of which chunks are left out. The last chunk may begin
+  # within the one before, which changes nothing.
+  end = int(np.max(np.nonzero(spec.target.mask(source))[1])) + 1
+  return [min(start, length - size) for start in range(0, end, size)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def unread(spec: DecodeSpec, served: Served, source: jax.Array) -> list[Any]:
+  """Returns caches for prompts [P, S] of which no chunk has been read.
+
+  They are the target's, and that of a draft model that reads prompts in chunks.
+  """
+  length = state_lib.buffer_length(spec.target_length)
+  with spec.traced():
+    shapes = [
+      jax.eval_shape(
+        lambda params, model=model: model.prefill(
+          params, source, model.mask(source), length
+        ),
+        params,
+      )
+      for model, params in _readers(spec, served)
+    ]
+  zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+  return _placed(spec, zeros)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def read_chunk(
+  spec: DecodeSpec,
+  served: Served,
+  caches: list[Any],
+  source: jax.Array,
+  start: jax.Array,
+) -> list[Any]:
+  """Lets the models read a chunk of prompts [P, S], from place `start` [] on."""
+  source, size, longer = _split(spec, source), spec.prefill_chunk, []
+  with spec.traced():
+    for (model, params), old in zip(_readers(spec, served), caches, strict=True):
+      assert model.extend is not None
+      new = model.extend(params, source, model.mask(source), old, start, size)
+      longer.append(new)
+  return _placed(spec, longer)
+
+
+def _readers(spec: DecodeSpec, served: Served) -> list[tuple[base.Model, base.Params]]:
+  """The models that read prompts in chunks, with their parameters; the target first."""
+  drafter = spec.drafter
+  of_draft = [] if drafter is None else drafter.reader(served.draft)
+  return [(spec.target, served.target), *of_draft]
+
+
+def places(spec: DecodeSpec, caches: list[Any]) -> list[Any]:
+  """Returns the shardings of caches that `unread` returned; needs a partitioner."""
+  of_draft = functools.partial(spec.partitioner.of_draft_rows, spec.draft)
+  return [spec.partitioner.of_rows(caches[0]), *map(of_draft, caches[1:])]
+
+
+def _placed(spec: DecodeSpec, caches: list[Any]) -> list[Any]:
+  if spec.partitioner is None:
+    return caches
+  return jax.lax.with_sharding_constraint(caches, places(spec, caches))
+
+
+def _read(spec: DecodeSpec, served: Served, source: np.ndarray) -> list[Any] | None:
+  """Reads prompts chunk by chunk; returns None if they are short."""
+  caches = None
+  for start in chunk_starts(spec, source):
+    caches = unread(spec, served, source) if caches is None else caches
+    caches = read_chunk(spec, served, caches, source, np.int32(start))
+  return caches
+
+
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def resize(
   spec: DecodeSpec, served: Served, state: state_lib.DecodeState, bucket: int
@@ -211,14 +289,18 @@ def insert(
   served: Served,
   state: state_lib.DecodeState,
   prompts: PromptBatch,
+  caches: list[Any] | None = None,
 ) -> state_lib.DecodeState:
   """Prefills target and draft, and puts each prompt into its row.
 
   Prompts may be padded less than those of the rows, because the arithmetic of a prefill
   grows with the length. So there are two calls, and the second one alone is compiled
   for every pair of buckets.
+
+  `caches` are those of long prompts whose chunks have been read; None reads them now.
   """
-  return put(spec, state, prefill(spec, served, prompts), prompts.slots)
+  caches = caches or _read(spec, served, prompts.source)
+  return put(spec, state, prefill(spec, served, prompts, caches), prompts.slots)
 
 
 def insert_undrafted(
@@ -226,18 +308,26 @@ def insert_undrafted(
   served: Served,
   state: state_lib.DecodeState,
   prompts: PromptBatch,
+  caches: list[Any] | None = None,
 ) -> state_lib.DecodeState:
   """`insert` without the draft's prefill, which `prefill_draft` does if needed."""
-  rows = prefill(spec.resting, served, prompts)
+  caches = caches or _read(spec.resting, served, prompts.source)
+  rows = prefill(spec.resting, served, prompts, caches)
   return put_undrafted(spec, state, rows, prompts.slots)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def prefill(
-  spec: DecodeSpec, served: Served, prompts: PromptBatch
+  spec: DecodeSpec,
+  served: Served,
+  prompts: PromptBatch,
+  caches: list[Any] | None = None,
 ) -> state_lib.DecodeState:
-  """The first half of `insert`: rows [P, ...] that hold the prompts."""
-  return spec.place(_prefilled(spec, served, prompts))
+  """The first half of `insert`: rows [P, ...] that hold the prompts.
+
+  With `caches` of read prompts it only does what is left.
+  """
+  return spec.place(_prefilled(spec, served, prompts, caches))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -314,6 +404,18 @@ def advance(
       spec, num_draft_tokens, *served, max_rounds, state, prices
     )
   return spec.place(state)
+
+
+def compile_drafting(
+  spec: DecodeSpec, num_draft_tokens: int, served: Served, state: state_lib.DecodeState
+) -> None:
+  """Compiles the calls that draft; of the arrays, only shapes and types are used."""
+  served, state = jax.eval_shape(lambda *arrays: arrays, served, state)
+  prices = jax.ShapeDtypeStruct((num_draft_tokens,), jnp.float32)
+  count = jax.ShapeDtypeStruct((), jnp.int32)
+  for one in dict.fromkeys(map(spec.for_rows, (False, True))):
+    advance.lower(one, num_draft_tokens, served, count, state, prices).compile()
+  catch_up.lower(spec, served, state).compile()
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -443,18 +545,25 @@ def _inserted(spec: DecodeSpec, tree: Any, rows: Any, slots: jax.Array) -> Any:
 
 
 def _prefilled(
-  spec: DecodeSpec, served: Served, prompts: PromptBatch
+  spec: DecodeSpec,
+  served: Served,
+  prompts: PromptBatch,
+  caches: list[Any] | None = None,
 ) -> state_lib.DecodeState:
   """Returns rows whose prompts both models have read, without any output."""
   source = _split(spec, prompts.source)
-  length = state_lib.buffer_length(spec.target_length)
-  with spec.traced():
-    mask = spec.target.mask(source)
-    target_cache = spec.target.prefill(served.target, source, mask, length)
+  if caches:
+    target_cache, *of_draft = caches
+  else:
+    length, of_draft = state_lib.buffer_length(spec.target_length), []
+    with spec.traced():
+      mask = spec.target.mask(source)
+      target_cache = spec.target.prefill(served.target, source, mask, length)
   draft_cache = None
   if spec.draft is not None:
     target_states = target_cache.target_states if spec.draft.state_width else None
-    draft_cache = _draft_prefilled(spec, served, source, target_states)
+    arguments = (source, target_states, *of_draft)
+    draft_cache = _draft_prefilled(spec, served, *arguments)
   state = state_lib.initial_state(
     spec.target.starts(source),
     prompts.settings,
@@ -483,13 +592,17 @@ def _is_finite(target_cache: Any) -> jax.Array:
 
 
 def _draft_prefilled(
-  spec: DecodeSpec, served: Served, source: jax.Array, target_states: jax.Array | None
+  spec: DecodeSpec,
+  served: Served,
+  source: jax.Array,
+  target_states: jax.Array | None,
+  read: Any = None,
 ) -> Any:
   """Returns the drafter's state after prefill; see `ModelDrafter.init`."""
   assert spec.drafter is not None
   length = state_lib.buffer_length(spec.target_length)
   with spec.traced():
-    return spec.drafter.init(served.draft, source, target_states, length)
+    return spec.drafter.init(served.draft, source, target_states, length, read)
 
 
 def _token_states(state: state_lib.DecodeState, cut) -> jax.Array | None:

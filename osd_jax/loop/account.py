@@ -83,6 +83,16 @@ class Account:
     """Seconds that updates ran while serving went on."""
     return max(self.learning - self.parts["waiting for updates"], 0.0)
 
+  def sentence(self) -> str:
+    """Returns how long the run took, with its longest part apart from serving."""
+    others = {name: x for name, x in self.parts.items() if name != "serving"}
+    most = max(others, key=lambda name: others[name])
+    name = "checkpoints and logs" if most == "rest" else most
+    return (
+      f"The run took {self.wall:,.1f} s: {self.parts['serving']:,.1f} s of serving,"
+      f" {others[most]:,.1f} s of {name}; see Where the time went."
+    )
+
   def table(self) -> list[dict[str, Any]]:
     """Returns rows of the parts, their sum, and learning below it."""
     entries = [*self.parts.items(), ("wall time", self.wall)]

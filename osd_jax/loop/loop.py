@@ -35,6 +35,10 @@ from osd_jax.loop.log import Log
 from osd_jax.loop.meter import Meter
 from osd_jax.runs.checkpoint import OTHER_WEIGHTS
 
+SHARED = (
+  "Up to {} requests are decoded together, but compared ones again alone: the measured"
+  " speeds also hold what decoding together gains."
+)
 MAX_PENDING = 8  # answers per row of a stream that may wait to be processed
 # Answers to clients that may wait. Later ones are not learned from, because each holds
 # its records, some 50 kB.
@@ -256,6 +260,9 @@ class Loop:
       measuring_ms=measuring * 1e3,
     )
     self.log.write(row)
+    if (rows := self.server.engine.config.rows) > 1 and self.settings.compare_every:
+      if not self.finished:
+        self.log.log_event("shared", SHARED.format(rows))
     self._served = self.server.serve(self.source.requests())
     self._started = time.perf_counter()
 

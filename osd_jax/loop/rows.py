@@ -254,8 +254,9 @@ class Event(Row):
     name: name | `padded`: the target is the shipped one at the cost of a larger model;
       `sibling`: the draft was trained for another target of the same sizes;
       `mesh`: some arrays of the target could not be split over the devices; `replica`:
-      one was lost, and its requests moved to others; `unsaved`: a draft was not saved,
-      because its parameters or scores are not finite
+      one was lost, and its requests moved to others; `shared`: requests are decoded
+      together, and compared ones again alone; `unsaved`: a draft was not saved, because
+      its parameters or scores are not finite
     text: text | one line for the user
   """
 

@@ -172,8 +172,8 @@ SHORT = {
     _PAIRED,
     str,
     "PATH",
-    'its draft; "cache" repeats what was served, "none" decodes plainly (default: the'
-    " cache, and a new draft that joins it once it has learned)",
+    'its draft; "cache" repeats what was served, "none" decodes plainly (default for'
+    " your target: the cache, and a new draft that joins it once it has learned)",
   ),
   "vocabulary": Short(
     "PairConfig.vocabulary",

@@ -75,18 +75,11 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
   given_prompts = None if is_typed else list(_given(arguments))
   console = rich.console.Console(stderr=True)
   with progress.status(console, "loading target and draft"):
-    pair_config = _drafting(config, arguments, given_prompts)
-    pair = pairs.load_pair(pair_config, sharding.make(config.partition))
+    default = _default_draft(config, arguments, given_prompts)
+    pair = pairs.load_pair(config.pair, sharding.make(config.partition), default)
   decoding = _enough(config.decoding, pair, arguments, given_prompts)
-  if pair_config.named("draft") in (pairs.ATTACHED, pairs.CACHE):
+  if (default or config.pair.named("draft")) in (pairs.ATTACHED, pairs.CACHE):
     decoding = server.by_worth(decoding)
-  name, options = pairs.shipped_draft(pair)
-  if name and not config.pair.draft:
-    print(
-      f"osd generate: a trained draft for {name} ships with this package. If your"
-      f" target is this model or a copy of it, add {options}",
-      file=sys.stderr,
-    )
   if arguments.learn:
     runs.check_output("--save", draft_path, needed_bytes=pair.draft_bytes)
   with server.Server(pair, decoding, config.learning, config.partition) as serving:
@@ -97,6 +90,8 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
         f" ({', '.join(examples.TOPICS)}); --target serves another",
         file=sys.stderr,
       )
+    # A draft that is named drafts from the first answer on.
+    serving.engine.compiles_in_background = not config.pair.draft
     serving.engine.report = functools.partial(print, file=sys.stderr, flush=True)
     lines = given_prompts or (
       _from_terminal() if from_terminal else _from_standard_input()
@@ -105,25 +100,28 @@ def run(config: GenerateConfig, arguments: argparse.Namespace) -> int:
     answer = _stream if arguments.stream or from_terminal else _answer
     try:
       is_broken = answer(serving, prompts, arguments)
+      if not (prompts.indices or prompts.is_refused or from_terminal):
+        print("osd generate: standard input has no prompt", file=sys.stderr)
     finally:  # also after Ctrl-C, so that the learned draft is saved
       if serving.statistics.requests:
         _conclude(serving, draft_path if arguments.learn else None, loading_ms)
   return 1 if is_broken else 2 if prompts.is_refused else 0
 
 
-def _drafting(
+def _default_draft(
   config: GenerateConfig, arguments: argparse.Namespace, known: list[Any] | None
-) -> pairs.PairConfig:
-  """Returns the pair with what drafts by default; a new draft is of use if it learns.
+) -> str:
+  """Returns what drafts without `--draft`; "" for the default of `PairConfig`.
 
-  Otherwise the n-gram cache drafts, or nothing for a few tokens.
+  A new draft is of use only if it learns. Otherwise the n-gram cache drafts, or nothing
+  for a few tokens.
   """
   pair = config.pair
   if pair.draft or arguments.learn or pair.named("draft") != pairs.ATTACHED:
-    return pair
+    return ""
   most = arguments.max_new_tokens or config.decoding.target_length
   is_little = known is not None and len(known) * most < _FEW_TOKENS
-  return dataclasses.replace(pair, draft=pairs.NONE if is_little else pairs.CACHE)
+  return pairs.NONE if is_little else pairs.CACHE
 
 
 def _template(config: GenerateConfig, arguments: argparse.Namespace) -> Prompt:

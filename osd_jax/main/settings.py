@@ -241,9 +241,8 @@ class _Settings:
     """Makes the functions and classes of a user's module available as @NAME()."""
     if statement.module.startswith("__gin__"):
       raise ConfigError(f"{place}: configs are registered already; remove this line.")
-    if (
-      os.getcwd() not in sys.path
-    ):  # `python -m` searches it, a console script does not
+    # `python -m` searches the current folder, a console script does not.
+    if os.getcwd() not in sys.path:
       sys.path.append(os.getcwd())
     try:
       module = importlib.import_module(statement.module)

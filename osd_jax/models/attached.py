@@ -160,7 +160,7 @@ def frozen_of(
   head = embedding
   if not target.tied_head:
     head = layers.stored(params["decoder"]["logits_dense"]["kernel"], dtype)
-    head = head if kept is base.Layout.SERVED else _transposed(head)
+    head = _transposed(head) if kept is base.Layout.TRAINED else head
   encoder = families.encoder_params(target, params)
   frozen = {"embedding": embedding, "head": head, "encoder": encoder}
   if serving.int8 and not serving.shortlist:

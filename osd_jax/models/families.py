@@ -73,6 +73,9 @@ def build(
     vocab_size=config.vocab_size,
     prefill=functools.partial(apply, decoding, method="prefill"),
     decode=functools.partial(apply, decoding, method="decode"),
+    extend=functools.partial(apply, decoding, method="extend")
+    if kind.is_decoder_only
+    else None,
     score=score,
     prepare=functools.partial(served.prepare, config, serving, kept=kept),
     shortlist=serving.shortlist,

@@ -24,7 +24,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 _WIDENED = 2**24  # largest number of weights that are widened at once
+_TPU_COLUMNS = 8  # rows of a register of the vector unit
 _TILE = 64  # XLA sums the remaining outputs of a product in another order
+_FEW_QUERIES = 8  # of a key; a GPU computes so few products as sums
+BLOCK = 512  # more queries attend in blocks of this many
 MASKED = -1e9  # added to masked attention logits; -inf would give NaN in empty rows
 
 
@@ -35,7 +38,28 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   multiplied in full float32 on every backend. GPUs and TPUs use fewer bits by default.
   """
   kernel = _widened(kernel, x)
-  return jnp.matmul(x, kernel, precision=precision_of(x.dtype))
+  multiply = functools.partial(jnp.matmul, precision=precision_of(x.dtype))
+  return _never_one_column(multiply, x, kernel)
+
+
+def _never_one_column(
+  multiply: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, kernel: jax.Array
+) -> jax.Array:
+  """Calls `multiply(x, kernel)`, with `_TPU_COLUMNS` columns instead of one on TPUs.
+
+  XLA would compute a single column on a TPU's vector unit. Its compiler estimates that
+  at three to eight times the time of several columns on the matrix unit.
+  """
+  if native.forms() or x.size != x.shape[-1]:
+    return multiply(x, kernel)
+
+  def of_several(x, kernel):
+    several = jnp.broadcast_to(x.reshape(1, -1), (_TPU_COLUMNS, x.shape[-1]))
+    # Without the barrier XLA could see that all columns are equal.
+    product = multiply(jax.lax.optimization_barrier(several), kernel)
+    return product[:1].reshape(*x.shape[:-1], -1)
+
+  return jax.lax.platform_dependent(x, kernel, tpu=of_several, default=multiply)
 
 
 def _widened(kernel: jax.Array, x: jax.Array) -> jax.Array:
@@ -52,11 +76,11 @@ def rows_of(table: jax.Array, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def served_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """Multiplies x [..., in] by a kernel [out, in], the layout of decoding on CPUs.
+  """Multiplies x [..., in] by a kernel [out, in], the layout of decoding.
 
   A decoding step multiplies few columns (B * n) by large kernels, so reading the kernel
-  limits its speed. The `native` product reads it once, but has no gradient. Kernels in
-  bfloat16 are widened to the type of x.
+  limits its speed. On a CPU the `native` product reads it once, but has no gradient.
+  Kernels in bfloat16 are widened to the type of x.
   """
   columns = x.reshape(-1, x.shape[-1])
   if native.covers(columns, kernel):
@@ -68,9 +92,8 @@ def kernel_first_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """`served_matmul` without the `native` product: differentiable, for any backend."""
   precision = precision_of(x.dtype)
   if not native.forms():
-    contracted = ((x.ndim - 1,), (1,)), ((), ())
-    kernel = kernel.astype(x.dtype)
-    return jax.lax.dot_general(x, kernel, contracted, precision=precision)
+    multiply = functools.partial(jnp.einsum, "...i,oi->...o", precision=precision)
+    return _never_one_column(multiply, x, kernel.astype(x.dtype))
   # XLA CPU comes closest to the memory bandwidth when the kernel is the left operand
   # and the number of columns is a multiple of four.
   columns = x.reshape(-1, x.shape[-1])
@@ -113,12 +136,13 @@ def int8_matmul(x: jax.Array, kernel: jax.Array, scale: jax.Array) -> jax.Array:
   # Symmetric quantization: the largest component of a column becomes 127.
   step = jnp.max(jnp.abs(columns), axis=-1, keepdims=True) / 127
   step = jnp.where(step == 0, 1.0, step)
-  product = jax.lax.dot_general(
-    jnp.round(columns / step).astype(jnp.int8),
-    kernel,
-    (((1,), (1,)), ((), ())),
+  multiply = functools.partial(
+    jax.lax.dot_general,
+    dimension_numbers=(((1,), (1,)), ((), ())),
     preferred_element_type=jnp.int32,
   )
+  rounded = jnp.round(columns / step).astype(jnp.int8)
+  product = _never_one_column(multiply, rounded, kernel)
   product = (product * step * scale[None])[:count]
   return product.reshape(*x.shape[:-1], kernel.shape[0])
 
@@ -189,10 +213,10 @@ class Projection(nn.Module):
       return int8_matmul(x, kernel, scale).astype(self.dtype)
     if outputs is not None:
       # Selecting columns before the product makes subsampled slices cheap.
-      if self.layout is base.Layout.SERVED:
-        kernel = rows_of(kernel, outputs, self.dtype)
-      else:
+      if self.layout is base.Layout.TRAINED:
         kernel = kernel[:, outputs]
+      else:
+        kernel = rows_of(kernel, outputs, self.dtype)
     product = matmul if self.layout is base.Layout.TRAINED else served_matmul
     return product(x.astype(self.dtype), kernel)
 
@@ -218,7 +242,7 @@ def output_head(
 class HeadsProjection(Projection):
   """The output projection of an attention, over heads and their components.
 
-  Trained kernels are contracted with [B, H, n, D] directly. Transposing to
+  Except on a CPU, kernels are contracted with [B, H, n, D] directly. Transposing to
   [B, n, H * D] first would cost two copies per layer and step on a TPU.
   """
 
@@ -227,14 +251,20 @@ class HeadsProjection(Projection):
     if x.ndim == 3:  # the native attention returns joined heads
       return super()._product(x, outputs)
     rows, heads, count, size = x.shape
-    if native.forms() or self.layout is not base.Layout.TRAINED:
+    by_heads = base.Layout.TRAINED, base.Layout.PACKED
+    # The heads of a single position are next to each other already.
+    if native.forms() or self.layout not in by_heads or count == 1:
       joined = jnp.transpose(x, (0, 2, 1, 3)).reshape(rows, count, heads * size)
       return super()._product(joined, outputs)
-    kernel = self._kernel() if outputs is None else self._kernel()[:, outputs]
-    kernel = kernel.astype(self.dtype).reshape(heads, size, -1)
+    assert outputs is None  # these are chosen for the output head only
+    kernel, axes = self._kernel().astype(self.dtype), "ehd"
+    if self.layout is base.Layout.TRAINED:
+      kernel, axes = kernel.reshape(heads, size, -1), "hde"
+    else:
+      kernel = kernel.reshape(-1, heads, size)
     precision = precision_of(self.dtype)
     return jnp.einsum(
-      "bhnd,hde->bne", x.astype(self.dtype), kernel, precision=precision
+      f"bhnd,{axes}->bne", x.astype(self.dtype), kernel, precision=precision
     )
 
 
@@ -256,11 +286,12 @@ class RMSNorm(nn.Module):
   unit_offset: bool = False
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, is_normalized: bool = False) -> jax.Array:
+    """Normalizes and scales x [..., E], or only scales what `normalized` returned."""
     one = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
     init = nn.with_logical_partitioning(one, (self.axis,))
     scale = self.param("scale", init, (x.shape[-1],))
-    normed = normalized(x, self.epsilon)
+    normed = x if is_normalized else normalized(x, self.epsilon)
     if self.unit_offset:
       factor = jnp.broadcast_to(1 + scale.astype(normed.dtype), x.shape)
       return (normed * factor).astype(self.dtype)
@@ -289,6 +320,59 @@ def never_alone(
   return jax.lax.platform_dependent(query, *memory, tpu=of_two, default=attend)
 
 
+def in_blocks(attend: Callable[..., jax.Array], *by_query: jax.Array) -> jax.Array:
+  """Calls `attend(*by_query)`, block by block if there are more than `BLOCK` queries.
+
+  The logits of all queries of a long prompt at once would take gigabytes.
+
+  `attend` maps queries [..., n, D] and other arrays [..., n or 1, T] to [..., n, D].
+  """
+  query, count = by_query[0], by_query[0].shape[-2]
+  if count <= BLOCK:
+    return attend(*by_query)
+
+  def one_more(context, start):
+    block = [
+      array
+      if array.shape[-2] == 1
+      else jax.lax.dynamic_slice_in_dim(array, start, BLOCK, axis=-2)
+      for array in by_query
+    ]
+    new = attend(*block)
+    return jax.lax.dynamic_update_slice_in_dim(context, new, start, axis=-2), None
+
+  # The last block may begin within the one before, so that all have the same size.
+  starts = jnp.minimum(jnp.arange(0, count, BLOCK), count - BLOCK)
+  return jax.lax.scan(one_more, jnp.zeros_like(query), starts)[0]
+
+
+def attention_logits(query: jax.Array, keys: jax.Array) -> jax.Array:
+  """Products [B, KV heads, sharing, n, T] of queries and keys, in float32 or more.
+
+  None is rounded to bfloat16: a plain step and a verification would differ by that.
+  """
+  wide = at_least_float32(query.dtype)
+  multiply = functools.partial(
+    jnp.einsum, precision=precision_of(query.dtype), preferred_element_type=wide
+  )
+
+  def product(query, keys):
+    return multiply("bhgnd,bhtd->bhgnt", query, keys)
+
+  def of_a_gpu(query, keys):
+    # With the queries first, XLA transposes all keys in every step.
+    if query.shape[2] * query.shape[3] <= _FEW_QUERIES:
+      few = query[..., None, :].astype(wide) * keys[:, :, None, None].astype(wide)
+      return jnp.sum(few, axis=-1)
+    logits = multiply("bhtd,bhgnd->bhtgn", keys, query)
+    logits = jnp.moveaxis(jax.lax.optimization_barrier(logits), 2, -1)
+    return jax.lax.optimization_barrier(logits)
+
+  if native.forms():
+    return product(query, keys)
+  return jax.lax.platform_dependent(query, keys, cuda=of_a_gpu, default=product)
+
+
 class Mlp(nn.Module):
   """Feed-forward block: `wi`, activation, `wo`; gated if there are two activations."""
 
@@ -304,12 +388,17 @@ class Mlp(nn.Module):
       return Projection(shape, axes, dtype, self.layout, name=name)(x)
 
     shape, axes = (config.width, config.mlp_dim), ("embed", "mlp")
-    gated = len(config.mlp_activations) > 1
-    branches = [
-      ACTIVATIONS[activation](project(x, shape, axes, f"wi_{index}" if gated else "wi"))
-      for index, activation in enumerate(config.mlp_activations)
+    count = len(config.mlp_activations)
+    if count == 1 or self.layout is base.Layout.PACKED:
+      joined = project(x, (config.width, count * config.mlp_dim), axes, "wi")
+      branches = jnp.split(joined, count, axis=-1)
+    else:
+      branches = [project(x, shape, axes, f"wi_{index}") for index in range(count)]
+    activated = [
+      ACTIVATIONS[name](branch)
+      for name, branch in zip(config.mlp_activations, branches)
     ]
-    hidden = functools.reduce(jnp.multiply, branches)  # the second gates the first
+    hidden = functools.reduce(jnp.multiply, activated)  # the second gates the first
     return project(hidden, shape[::-1], axes[::-1], "wo")
 
 
@@ -366,21 +455,21 @@ def as_target_states(states: jax.Array) -> jax.Array:
   return jax.lax.optimization_barrier(states).astype(jnp.bfloat16)
 
 
-def traced_once(layer: nn.Module, method: Callable, *args: Any) -> Any:
-  """Calls `method(layer, *args)`; layers of equal shape share one trace.
+def traced_once(layer: nn.Module, method: Callable, *args: Any, **static: Any) -> Any:
+  """Calls `method(layer, *args, **static)`; layers of equal shape share one trace.
 
   Tracing every layer of a stack takes most of the start of a process whose programs are
   in the compilation cache. Layers differ only in their parameters, which are arguments.
   """
   # Parameters are created in the caller's scope, so `init` traces every layer.
   if layer.is_initializing():
-    return method(layer, *args)
+    return method(layer, *args, **static)
   # Flax modules compare by value. Without parent and name, layers of equal shape are
   # equal static arguments, and jit finds the trace of the first one.
   anonymous = layer.clone(parent=None, name=None)
-  return _call(anonymous, method, layer.variables, *args)
+  return _call(anonymous, method, tuple(static.items()), layer.variables, *args)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _call(layer: nn.Module, method, variables, *args):
-  return layer.apply(variables, *args, method=method)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _call(layer: nn.Module, method, static, variables, *args):
+  return layer.apply(variables, *args, **dict(static), method=method)

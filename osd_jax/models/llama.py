@@ -1,11 +1,12 @@
 """Llama, Vicuna, Mistral, Qwen and Gemma: layers, stack and the whole model.
 
-    prompt slots   p0 p1 p2 [p3] .  .    keys written by prefill, never changed
     output slots   p3 t0 t1 d0 d1 .  .   keys written at the row's own length
+    prompt slots   p0 p1 p2 [p3] .  .    keys written by prefill, never changed
 
 The last token of a prompt (p3) is the first input of decoding, as the start token is
 for a T5 decoder. Its key is written to the first output slot, so its slot among the
-prompt's keys is masked, like padding.
+prompt's keys is masked, like padding. The prompt's slots come last, because they are
+padded at their end when a longer prompt joins the batch.
 
 Sources: Touvron et al., 2023 (arXiv 2302.13971); grouped-query attention: Ainslie et
 al., 2023 (arXiv 2305.13245); rotary positions: Su et al., 2021 (arXiv 2104.09864) in
@@ -106,10 +107,14 @@ class Attention(nn.Module):
       axes, bias = ("embed", "joined_kv"), config.attention_bias
       return layers.Projection(shape, axes, dtype, layout, bias=bias)
 
-    self.query = inward(config.num_heads, self.layout)
-    memory_layout = self.memory_layout or self.layout
-    self.key = inward(config.num_kv_heads, memory_layout)
-    self.value = inward(config.num_kv_heads, memory_layout)
+    if self._is_packed:
+      heads = config.num_heads + 2 * config.num_kv_heads
+      self.query_key_value = inward(heads, self.layout)
+    else:
+      memory_layout = self.memory_layout or self.layout
+      self.query = inward(config.num_heads, self.layout)
+      self.key = inward(config.num_kv_heads, memory_layout)
+      self.value = inward(config.num_kv_heads, memory_layout)
     self.out = layers.HeadsProjection(
       (config.num_heads * config.head_dim, config.width),
       ("joined_kv", "embed"),
@@ -117,73 +122,89 @@ class Attention(nn.Module):
       self.layout,
       bias=config.output_bias,
     )
-    if config.query_key_norm:
-      self.query_norm, self.key_norm = norm(config, "kv"), norm(config, "kv")
+    has_norms = config.query_key_norm
+    self.query_norm = norm(config, "kv") if has_norms else None
+    self.key_norm = norm(config, "kv") if has_norms else None
+
+  @property
+  def _is_packed(self) -> bool:
+    return self.layout is base.Layout.PACKED and self.memory_layout is None
 
   def keys_values(self, x: jax.Array, by: Rotation | None):
     """Rotated keys, and values, [B, KV heads, n, D] of x [B, n, E]."""
-    keys, values = self._split(self.key(x)), self._split(self.value(x))
-    if self.config.query_key_norm:
-      keys = self.key_norm(keys)
     # Keys are cached after the rotation, since their positions never change.
-    return keys if by is None else rotated(keys, by), values
+    keys = self._rotated(self._split(self.key(x)), self.key_norm, by)
+    return keys, self._split(self.value(x))
 
-  def __call__(self, x: jax.Array, by: Rotation | None, *memories: Memory) -> jax.Array:
-    """Attends from x [B, n, E] to all memories; returns [B, n, E]."""
-    query = self._split(self.query(x))
-    if self.config.query_key_norm:
-      query = self.query_norm(query)
+  def queries(self, x: jax.Array, by: Rotation | None) -> jax.Array:
+    """Rotated and scaled queries [B, H, n, D] of x [B, n, E]."""
+    query = self._rotated(self._split(self.query(x)), self.query_norm, by)
     # Scaling the queries is cheaper than scaling the logits of every key.
-    query = query if by is None else rotated(query, by)
-    query = query * self.config.query_scale
+    return query * self.config.query_scale
+
+  def query_keys_values(self, x: jax.Array, by: Rotation | None):
+    """Queries, keys and values of the same x."""
+    if not self._is_packed:
+      return self.queries(x, by), *self.keys_values(x, by)
+    config = self.config
+    ends = np.cumsum([config.num_heads, config.num_kv_heads])
+    heads = self._split(self.query_key_value(x))
+    # Queries and keys are normalized in one reduction.
+    normed = layers.normalized(heads, config.norm_epsilon)
+    query, key, _ = jnp.split(normed if self.query_norm else heads, ends, axis=1)
+    query = self._rotated(query, self.query_norm, by, is_normalized=True)
+    keys = self._rotated(key, self.key_norm, by, is_normalized=True)
+    return query * config.query_scale, keys, heads[:, ends[1] :]
+
+  def __call__(self, query: jax.Array, memory: Memory) -> jax.Array:
+    """Attends with queries [B, H, n, D] to a memory; returns [B, n, E]."""
     # Query heads that share keys are consecutive: [B, KV heads, sharing, n, D].
     shared = (self.config.num_kv_heads, self.config.queries_per_head)
-    query = query.reshape(x.shape[0], *shared, *query.shape[2:])
+    query = query.reshape(query.shape[0], *shared, *query.shape[2:])
     cap = self.config.attention_cap
     served = self.layout is not base.Layout.TRAINED
-    if served and not cap and _attends(query, memories):  # the C++ code has no caps
-      return self.out(_native(query, memories))
+    if served and not cap and _attends(query, memory):  # the C++ code has no caps
+      return self.out(_native(query, memory))
     attended = functools.partial(_attended, cap=cap)
-    context = layers.never_alone(attended, query, memories)
+
+    def attend(query, bias):
+      return layers.never_alone(attended, query, memory._replace(bias=bias))
+
+    context = layers.in_blocks(attend, query, memory.bias)
     return self.out(context.reshape(context.shape[0], -1, *context.shape[3:]))
+
+  def _rotated(self, heads, head_norm, by, is_normalized=False):
+    """Normalized and rotated queries or keys [B, H, n, D]."""
+    if head_norm is not None:
+      heads = head_norm(heads, is_normalized)
+    return heads if by is None else rotated(heads, by)
 
   def _split(self, x: jax.Array) -> jax.Array:
     heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
     return heads.transpose(0, 2, 1, 3)
 
 
-def _attended(query: jax.Array, memories: tuple[Memory, ...], cap: float) -> jax.Array:
-  """Context [B, KV heads, sharing, n, D] of one softmax over all memories.
-
-  The logits of the memories are concatenated and their keys are not, which would copy
-  the whole cache in every step.
-  """
-  dtype = query.dtype
+def _attended(query: jax.Array, memory: Memory, cap: float) -> jax.Array:
+  """Context [B, KV heads, sharing, n, D] of queries of the same shape."""
+  dtype, (keys, values, bias) = query.dtype, memory
   precision = layers.precision_of(dtype)
-  logits = []
-  for keys, _, bias in memories:
-    product = jnp.einsum("bhgnd,bhtd->bhgnt", query, keys, precision=precision)
-    product = product.astype(layers.at_least_float32(dtype))
-    logits.append(layers.soft_capped(product, cap) + bias[:, :, None])
-  weights = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1).astype(dtype)
-  context, start = jnp.zeros((), dtype), 0
-  for _, values, bias in memories:
-    part = weights[..., start : start + bias.shape[-1]]
-    start += bias.shape[-1]
-    context += jnp.einsum("bhgnt,bhtd->bhgnd", part, values, precision=precision)
+  logits = (
+    layers.soft_capped(layers.attention_logits(query, keys), cap) + bias[:, :, None]
+  )
+  weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
+  context = jnp.einsum("bhgnt,bhtd->bhgnd", weights, values, precision=precision)
   # A query that may attend to nothing stands for no token; see `Decoder.step`.
-  sees = [jnp.any(bias > layers.MASKED / 2, axis=-1) for _, _, bias in memories]
-  sees = functools.reduce(jnp.logical_or, sees)
+  sees = jnp.any(bias > layers.MASKED / 2, axis=-1)
   return jnp.where(sees[:, :, None, :, None], context, 0)
 
 
-def _attends(query: jax.Array, memories: tuple[Memory, ...]) -> bool:
+def _attends(query: jax.Array, memory: Memory) -> bool:
   rows, _, sharing, count, _ = query.shape
   flat = query.reshape(rows, count * sharing, -1)  # the shape that `_native` passes on
-  return native.attends(flat, memories[0].keys)
+  return native.attends(flat, memory.keys)
 
 
-def _native(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
+def _native(query: jax.Array, memory: Memory) -> jax.Array:
   """Context [B, n, H * D] from the `native` attention of a CPU.
 
   That attention has one query head per key head. The query heads that share keys become
@@ -191,14 +212,9 @@ def _native(query: jax.Array, memories: tuple[Memory, ...]) -> jax.Array:
   """
   rows, heads, sharing, count, size = query.shape
   folded = query.transpose(0, 3, 2, 1, 4).reshape(rows, count * sharing, heads * size)
-  # The C++ code takes one contiguous memory.
-  keys, values = (
-    jnp.concatenate([memory[part] for memory in memories], axis=2) for part in (0, 1)
-  )
-  most = max(memory.bias.shape[0] for memory in memories)
-  shapes = [(most, 1, count, memory.bias.shape[3]) for memory in memories]
-  wide = [jnp.broadcast_to(m.bias, shape) for m, shape in zip(memories, shapes)]
-  bias = jnp.repeat(jnp.concatenate(wide, axis=-1), sharing, axis=2)
+  keys, values, bias = memory
+  bias = jnp.broadcast_to(bias, (bias.shape[0], 1, count, bias.shape[3]))
+  bias = jnp.repeat(bias, sharing, axis=2)
   context = native.attention(folded, keys, values, bias)
   context = context.reshape(rows, count, sharing, heads, size)
   return context.transpose(0, 1, 3, 2, 4).reshape(rows, count, -1)
@@ -220,7 +236,7 @@ class Layer(nn.Module):
       self.post_self_attention_layer_norm = norm(config)
       self.post_mlp_layer_norm = norm(config)
 
-  def __call__(self, x, by, bias, past=None, prompt=None):
+  def __call__(self, x, by, bias, past=None, slots=None):
     """Applies the layer to n positions.
 
     Args:
@@ -230,25 +246,25 @@ class Layer(nn.Module):
       past: (keys, values, start), to which the new entries are added before attending:
         [B, KV heads, T, D], and the slot of the first one, [B] or [] for all rows. None
         if x holds all positions.
-      prompt: a `Memory` that is attended to as well.
+      slots: number of leading slots of `past` that may be written; None for all.
 
     Returns:
       [B, n, E], and the keys and values with the new ones.
     """
-    x, entries = self.attended(x, by, bias, past, prompt)
+    x, entries = self.attended(x, by, bias, past, slots)
     return self.fed_forward(x), entries
 
-  def attended(self, x, by, bias, past=None, prompt=None):
+  def attended(self, x, by, bias, past=None, slots=None):
     """The first half of `__call__`, with the same arguments and results."""
     h = self.pre_self_attention_layer_norm(x)
-    entries = self.self_attention.keys_values(h, by)
+    query, keys, values = self.self_attention.query_keys_values(h, by)
+    entries = keys, values
     if past is not None:
       *buffers, start = past
-      entries = tuple(_added(old, new, start) for old, new in zip(buffers, entries))
-    memories = (Memory(*entries, bias),)
-    if prompt is not None:
-      memories = (prompt, *memories)
-    result = self.self_attention(h, by, *memories)
+      entries = tuple(
+        _added(old, new, start, slots) for old, new in zip(buffers, entries)
+      )
+    result = self.self_attention(query, Memory(*entries, bias))
     if self.config.post_norms:
       result = self.post_self_attention_layer_norm(result)
     return x + result, entries
@@ -261,9 +277,11 @@ class Layer(nn.Module):
     return x + result
 
 
-def _added(stored: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+def _added(
+  stored: jax.Array, new: jax.Array, start: jax.Array, slots: int | None
+) -> jax.Array:
   if start.ndim:
-    return cache_lib.write(stored, new, start)
+    return cache_lib.write(stored, new, start, slots)
   # One start for all rows needs no scatter.
   new = new.astype(stored.dtype)
   return jax.lax.dynamic_update_slice_in_dim(stored, new, start, axis=2)
@@ -285,18 +303,22 @@ def biases(
   return by_window
 
 
-def through(stack, config: LlamaConfig, x, by, bias, pasts=None, prompts=None):
+def through(
+  stack, config: LlamaConfig, x, by, bias, pasts=None, slots=None, sources=()
+):
   """Applies consecutive layers, each with the rotation and the bias of its window.
 
-  `pasts` and `prompts` are those of `Layer`, one for each layer. Returns, per layer,
-  its output [B, n, E], and its keys and values.
+  `pasts` and `slots` are those of `Layer`, `sources` those of T5Gemma's, one for each
+  layer. Returns, per layer, its output [B, n, E], and its keys and values.
   """
   states, entries_of = [], []
   for index, layer in enumerate(stack):
     window = config.window_of(index)
-    memories = (pasts and pasts[index], prompts and prompts[index])
-    arguments = (x, by[window], bias[window], *memories)
-    x, entries = layers.traced_once(layer, type(layer).__call__, *arguments)
+    past, source = pasts and pasts[index], sources[index : index + 1]
+    arguments = (x, by[window], bias[window], past, *source)
+    x, entries = layers.traced_once(
+      layer, type(layer).__call__, *arguments, slots=slots
+    )
     states.append(x)
     entries_of.append(entries)
   return states, entries_of
@@ -317,11 +339,11 @@ class Decoder(nn.Module):
     if self.own_head:
       self.logits_dense = layers.output_head(config, self.layout)
 
-  def over(self, x, mask, positions, depth: int = 0, prompts=None):
+  def over(self, x, mask, positions, depth: int = 0, sources=()):
     """Applies the first `depth` layers, or all, to x [B, n, E], with a causal mask.
 
     `mask` [B, n] bool are slots that may be attended to; `positions` [B, n] int32 are
-    for the rotation; `prompts` are the `Memory` of each layer, if there are any.
+    for the rotation; `sources` are those of `through`.
     Returns, per layer, its output [B, n, E] before the final norm, and its keys and
     values.
     """
@@ -330,7 +352,8 @@ class Decoder(nn.Module):
     causal = jnp.tril(jnp.ones((mask.shape[1],) * 2, bool))
     visible = mask[:, None] & mask[..., None] & causal[None]
     bias = biases(config, visible, positions, positions)
-    return through(self.layers[: depth or None], config, x, by, bias, None, prompts)
+    stack = self.layers[: depth or None]
+    return through(stack, config, x, by, bias, sources=sources)
 
   def prefill(self, x: jax.Array, mask: jax.Array):
     """Computes the keys and values of a prompt, in chunks if it is long.
@@ -351,36 +374,42 @@ class Decoder(nn.Module):
   def _by_chunks(self, x, mask):
     """`prefill` as a scan over chunks, which keeps the attention logits small."""
     config, (rows, length) = self.config, mask.shape
-    positions = prompt_positions(mask)
+
+    def one_more(caches, start):
+      part = jax.lax.dynamic_slice_in_dim(x, start, CHUNK, axis=1)
+      return self.chunk(part, mask, start, caches)
+
     shape = (rows, config.num_kv_heads, length, config.head_dim)
     empty = jnp.zeros(shape, jnp.dtype(config.dtype))
-    # A bound module cannot be called in the scan, so one unbound layer is applied with
-    # the variables of each.
-    layer_variables = [layer.variables for layer in self.layers]
-    anonymous = self.layers[0].clone(parent=None, name=None)
-
-    def prefill_chunk(caches, start):
-      chunk = jax.lax.dynamic_slice_in_dim(x, start, CHUNK, axis=1)
-      at = jax.lax.dynamic_slice_in_dim(positions, start, CHUNK, axis=1)
-      by = rotations(config, at)
-      # A scan needs one shape for all chunks, so each chunk attends to all S slots and
-      # masks the later ones.
-      slots = jnp.arange(length)[None] <= start + jnp.arange(CHUNK)[:, None]
-      chunk_mask = jax.lax.dynamic_slice_in_dim(mask, start, CHUNK, axis=1)[..., None]
-      bias = biases(config, mask[:, None] & chunk_mask & slots[None], at, positions)
-      after, states = [], []
-      for index, entries in enumerate(caches):
-        window, past = config.window_of(index), (*entries, start)
-        arguments = (layer_variables[index], chunk, by[window], bias[window], past)
-        chunk, entries = anonymous.apply(*arguments)
-        after.append(entries)
-        states.append(chunk)
-      return after, states[config.last_state_layer - 1]
-
-    starts = jnp.arange(0, length, CHUNK)
     caches = [(empty, empty)] * config.num_layers
-    caches, states = jax.lax.scan(prefill_chunk, caches, starts)
+    starts = jnp.arange(0, length, CHUNK)
+    caches, states = jax.lax.scan(one_more, caches, starts)
     return caches, states.swapaxes(0, 1).reshape(rows, length, config.width)
+
+  def chunk(self, x, mask, start, caches, slots: int = 0):
+    """Applies all layers to a chunk x [B, n, E] of prompts, from place `start` [] on.
+
+    `mask` [B, S] bool are the tokens of the whole prompts. `caches` are, per layer,
+    keys and values [B, KV heads, slots + S, D], which hold the chunks before this one.
+    Returns them with this chunk, and its target states [B, n, E].
+    """
+    config, count = self.config, x.shape[1]
+    of_chunk = functools.partial(
+      jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=count, axis=1
+    )
+    positions = prompt_positions(mask)
+    at = of_chunk(positions)
+    # One shape serves all chunks, so each attends to all S slots and masks later ones.
+    places = jnp.arange(mask.shape[1])
+    seen = places[None] <= start + jnp.arange(count)[:, None]
+    visible = mask[:, None] & of_chunk(mask)[..., None] & seen[None]
+    # The slots of output come first, and are empty.
+    visible = jnp.pad(visible, ((0, 0), (0, 0), (slots, 0)))
+    bias = biases(config, visible, at, jnp.pad(positions, ((0, 0), (slots, 0))))
+    pasts = [(*entries, slots + start) for entries in caches]
+    stack, by = self.layers, rotations(config, at)
+    states, caches = through(stack, config, x, by, bias, pasts)
+    return caches, states[config.last_state_layer - 1]
 
   def step(self, x: jax.Array, cache: cache_lib.KVCache, is_token: jax.Array):
     """Applies all layers to n new tokens x [B, n, E] of the rows of a cache.
@@ -390,21 +419,30 @@ class Decoder(nn.Module):
 
     Returns x after the final norm, and the cache with `length` advanced by n.
     """
-    count, slots = x.shape[1], cache.self_keys[0].shape[2]
-    slot = cache.length[:, None] + jnp.arange(count)[None]
-    at, prompt_bias = self.prompt_bias(slot, cache.cross_mask, is_token)
-    config = self.config
-    written_slots = jnp.arange(slots)[None]
-    visible = (written_slots[:, None] <= slot[:, :, None]) & is_token[..., None]
-    bias = biases(config, visible, slot, written_slots)
+    slot, slots = self._slots(x, cache), cache.slots
+    own = self._own_bias(slot, slots, is_token)
+    at, prompt = self.prompt_bias(slot, cache.cross_mask, is_token)
+    bias = {
+      window: jnp.concatenate([own[window], prompt[window]], axis=-1) for window in own
+    }
+    return self._advanced(x, at, bias, cache, slots=slots)
+
+  def _advanced(self, x, at, bias, cache, **memories):
+    """`step` at positions [B, n]; `memories` are those of `through`."""
     pasts = [(*kept, cache.length) for kept in zip(cache.self_keys, cache.self_values)]
-    prompts = [
-      Memory(keys, values, prompt_bias[config.window_of(index)])
-      for index, (keys, values) in enumerate(zip(cache.cross_keys, cache.cross_values))
-    ]
-    by = rotations(config, at)
-    states, entries = through(self.layers, config, x, by, bias, pasts, prompts)
-    return self.decoder_norm(states[-1]), cache.advanced(entries, count)
+    by = rotations(self.config, at)
+    states, entries = through(self.layers, self.config, x, by, bias, pasts, **memories)
+    return self.decoder_norm(states[-1]), cache.advanced(entries, x.shape[1])
+
+  def _slots(self, x: jax.Array, cache: cache_lib.KVCache) -> jax.Array:
+    """The output slots [B, n] of new tokens x [B, n, E]."""
+    return cache.length[:, None] + jnp.arange(x.shape[1])[None]
+
+  def _own_bias(self, slot: jax.Array, slots: int, is_token: jax.Array):
+    """Biases [B, 1, n, slots] of inputs at slots [B, n] to the output slots."""
+    keys = jnp.arange(slots)[None]
+    visible = (keys[:, None] <= slot[:, :, None]) & is_token[..., None]
+    return biases(self.config, visible, slot, keys)
 
   def prompt_bias(self, slot: jax.Array, mask: jax.Array, is_token: jax.Array):
     """The positions [B, n] of inputs at slots [B, n], and their biases to the prompt.
@@ -423,6 +461,7 @@ class Llama(served.LanguageModel):
   """The whole model; see `served.LanguageModel` for its attributes."""
 
   config: LlamaConfig
+  is_decoder_only: ClassVar[bool] = True
 
   def setup(self):
     super().setup()
@@ -430,9 +469,25 @@ class Llama(served.LanguageModel):
 
   def read(self, source, mask):
     """See `served.LanguageModel.read`; decoding feeds the last token once more."""
-    x = jnp.where(mask[..., None], self.token_embedder(source), 0)
-    entries, states = self.decoder.prefill(x, mask)
+    entries, states = self.decoder.prefill(self._embedded(source, mask), mask)
     return entries, without_last(mask), states
+
+  def extend(self, source, mask, cache: cache_lib.KVCache, start, count: int):
+    """See `base.Model.extend`."""
+    of_chunk = functools.partial(
+      jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=count, axis=1
+    )
+    x = self._embedded(of_chunk(source), of_chunk(mask))
+    caches = list(zip(cache.self_keys, cache.self_values))
+    caches, states = self.decoder.chunk(x, mask, start, caches, cache.slots)
+    if (old := cache.target_states) is not None:
+      states = layers.as_target_states(states)
+      states = jax.lax.dynamic_update_slice_in_dim(old, states, start, axis=1)
+      cache = cache.replace(target_states=states)
+    return cache.advanced(caches, 0).replace(cross_mask=without_last(mask))
+
+  def _embedded(self, source, mask):
+    return jnp.where(mask[..., None], self.token_embedder(source), 0)
 
   def encode_for_draft(self, source, mask):
     """See `base.Model.encode_for_draft`."""

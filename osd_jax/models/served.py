@@ -6,7 +6,7 @@ draft it may also quantize them and shorten the output head (`DraftServing`).
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import flax.traverse_util
@@ -55,6 +55,7 @@ class LanguageModel(nn.Module):
   serving: DraftServing | None = None
   states: str = ""
   kept: base.Layout = base.Layout.TRAINED
+  is_decoder_only: ClassVar[bool] = False
 
   def setup(self):
     self.token_embedder = layers.Embedding(self.config)
@@ -72,7 +73,10 @@ class LanguageModel(nn.Module):
   def prefill(self, source: jax.Array, mask: jax.Array, cache_length: int):
     """See `base.Model.prefill`."""
     entries, attended, states = self.read(source, mask)
-    cache = cache_lib.KVCache.prefilled(entries, attended, cache_length)
+    make = (
+      cache_lib.KVCache.joined if self.is_decoder_only else cache_lib.KVCache.prefilled
+    )
+    cache = make(entries, attended, cache_length)
     if self.states:
       cache = cache.replace(target_states=layers.as_target_states(states))
     if self.states == "tokens":
@@ -215,7 +219,7 @@ def prepare(
   if has_draft_head(config, serving):
     dense = decoder.pop("logits_dense", None)  # absent in tied models
     kernel = copy["token_embedder"]["embedding"] if dense is None else dense["kernel"]
-    vocabulary_first = dense is None or kept is base.Layout.SERVED
+    vocabulary_first = dense is None or kept is not base.Layout.TRAINED
     copy["draft_head"] = draft_head(
       config, serving, kernel, vocabulary_first, shortlist
     )
@@ -227,18 +231,20 @@ def taken(params: base.Params, dtype: str, kept: base.Layout) -> base.Params:
 
   They are in bfloat16 if that is `dtype` or the type in the file, and in float32
   otherwise. An array whose order in memory is that of `kept` is not copied; of the
-  others one exists twice at a time, because `params` is emptied.
+  others one, or one group that is joined, exists twice at a time, because `params` is
+  emptied.
   """
 
   def leaf(path: tuple[str, ...]) -> jax.Array:
     array = flat.pop(path)
-    if kept is base.Layout.SERVED and is_for_steps(path):
+    if kept is not base.Layout.TRAINED and is_for_steps(path):
       array = array.T
     return jax.block_until_ready(layers.stored(jax.device_put(array), jnp.dtype(dtype)))
 
   flat = flax.traverse_util.flatten_dict(params)
   params.clear()
-  return flax.traverse_util.unflatten_dict({path: leaf(path) for path in list(flat)})
+  leaves = {path: leaf(path) for path in list(flat)}
+  return flax.traverse_util.unflatten_dict(_packed(leaves, kept))
 
 
 def draft_head(
@@ -283,6 +289,7 @@ def _head(kernel, ids, vocabulary_first, layout):
 _STORED = {
   base.Layout.TRAINED: lambda kernel: {"kernel": kernel},
   base.Layout.SERVED: layers.transposed,
+  base.Layout.PACKED: layers.transposed,
   base.Layout.INT8: layers.quantized,
 }
 
@@ -303,6 +310,7 @@ def for_steps(
   """Stores the kernels of a decoder for steps; `kept` is their present layout."""
   if layout is kept:
     return decoder
+  assert kept is not base.Layout.PACKED  # it is the last layout of any kernel
   leaves = {}
   for path, leaf in flax.traverse_util.flatten_dict(decoder).items():
     if not is_for_steps(("decoder", *path)):
@@ -311,4 +319,23 @@ def for_steps(
     kernel = leaf.T if kept is base.Layout.SERVED else leaf
     for name, part in _STORED[layout](kernel).items():
       leaves[*path[:-1], name] = part
-  return flax.traverse_util.unflatten_dict(leaves)
+  return flax.traverse_util.unflatten_dict(_packed(leaves, layout, ("decoder",)))
+
+
+def _packed(
+  leaves: dict[tuple[str, ...], jax.Array],
+  layout: base.Layout,
+  within: tuple[str, ...] = (),
+) -> dict[tuple[str, ...], jax.Array]:
+  """Joins kernels [out, in], and their biases, as `base.Layout.PACKED` stores them."""
+  if layout is not base.Layout.PACKED:
+    return leaves
+  for *parents, name, kind in list(leaves):
+    for joined, names in base.JOINED.items():
+      kernels = [(*within, *parents, part, "kernel") for part in names]
+      if name == names[0] and all(map(is_for_steps, kernels)):
+        parts = [leaves.pop((*parents, part, kind)) for part in names]
+        # One at a time, so that a large model is never in memory twice.
+        array = jax.block_until_ready(jnp.concatenate(parts))
+        leaves[*parents, joined, kind] = array
+  return leaves

@@ -306,12 +306,13 @@ class DraftServing(base.Config):
   def layout(self) -> base.Layout:
     """How the served decoder stores its kernels.
 
-    Only CPUs gain from the transposed layout. Elsewhere the trained kernels are served,
-    which saves a second copy.
+    On a mesh, which splits the outputs of each kernel, the trained kernels are served.
     """
     if self.int8:
       return base.Layout.INT8
-    return base.Layout.SERVED if native.forms() else base.Layout.TRAINED
+    if native.is_split():
+      return base.Layout.TRAINED
+    return base.Layout.SERVED if native.forms() else base.Layout.PACKED
 
 
 EXACT_SERVING = DraftServing()  # no approximation

@@ -4,6 +4,9 @@ Source: Raffel et al., 2020 (arXiv 1910.10683) and t5x's `minimal` examples, who
 parameter tree and logical axis names are kept, so that checkpoints map one to one.
 """
 
+import functools
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -75,6 +78,13 @@ def relative_position_bucket(
   return offset + jnp.where(distance < exact, distance, log_bucket)
 
 
+class LongBias(NamedTuple):
+  """Bias of a long prompt, whose position bias [H, S, S] would take gigabytes."""
+
+  by_distance: jax.Array  # [H, 2 S - 1] float32, of keys S - 1 before to S - 1 after
+  mask: jax.Array  # [B, 1, 1, S] float32
+
+
 class Attention(nn.Module):
   """Multi-head attention with unscaled logits; T5 folds the scale into the init."""
 
@@ -92,31 +102,66 @@ class Attention(nn.Module):
       axes = ("embed", "joined_kv")
       return layers.Projection((width, joined), axes, dtype, layout, init_scale)
 
-    self.query = inward(config.width, self.layout, config.head_dim**-0.5)
-    memory_width = self.memory_width or config.width
-    self.key = inward(memory_width, self.memory_layout)
-    self.value = inward(memory_width, self.memory_layout)
+    if self.is_packed:
+      shape, axes = (config.width, 3 * joined), ("embed", "joined_kv")
+      self.query_key_value = layers.Projection(shape, axes, dtype, self.layout)
+    else:
+      self.query = inward(config.width, self.layout, config.head_dim**-0.5)
+      memory_width = self.memory_width or config.width
+      self.key = inward(memory_width, self.memory_layout)
+      self.value = inward(memory_width, self.memory_layout)
     self.out = layers.HeadsProjection(
       (joined, config.width), ("joined_kv", "embed"), dtype, self.layout
     )
+
+  @property
+  def is_packed(self) -> bool:
+    """Whether one kernel computes queries, keys and values."""
+    return self.memory_layout is base.Layout.PACKED
 
   def keys_values(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B, H, n, D] of x [B, n, memory width]."""
     return self._split(self.key(x)), self._split(self.value(x))
 
+  def query_keys_values(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, n, H * D], and keys and values, of the same x [B, n, E]."""
+    if not self.is_packed:
+      return self.query(x), *self.keys_values(x)
+    query, key, value = jnp.split(self.query_key_value(x), 3, axis=-1)
+    return query, self._split(key), self._split(value)
+
   def __call__(
-    self, x: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array
+    self,
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    bias: jax.Array | LongBias,
   ) -> jax.Array:
-    """Attends from x [B, n, E] to keys and values [B, H, T, D]; returns [B, n, E].
+    """Attends with queries [B, n, H * D] to keys and values [B, H, T, D]: [B, n, E].
 
     `bias` [B or 1, H or 1, n or 1, T] float32 is the position bias plus the mask.
     """
-    query = self.query(x)
+    if isinstance(bias, LongBias):
+      return self.out(self._of_long(self._split(query), keys, values, bias))
     # Only served copies may use the native attention, which has no gradient.
     if self.layout is not base.Layout.TRAINED and native.attends(query, keys):
       return self.out(native.attention(query, keys, values, bias))
     query = self._split(query)
     return self.out(layers.never_alone(_attended, query, keys, values, bias))
+
+  def _of_long(self, query, keys, values, bias: LongBias) -> jax.Array:
+    """Context [B, H, S, D] of the queries of a long prompt, block by block."""
+    length = keys.shape[2]
+
+    def attend(query, position):
+      # A key at 0 is S - 1 - position after the first entry of `by_distance`.
+      of_query = functools.partial(
+        jax.lax.dynamic_slice_in_dim, bias.by_distance, slice_size=length, axis=1
+      )
+      near = jax.vmap(of_query, out_axes=1)(length - 1 - position[:, 0])
+      return _attended(query, keys, values, near[None] + bias.mask)
+
+    return layers.in_blocks(attend, query, jnp.arange(length)[:, None])
 
   def _split(self, x: jax.Array) -> jax.Array:
     heads = x.reshape(*x.shape[:2], self.config.num_heads, self.config.head_dim)
@@ -125,9 +170,8 @@ class Attention(nn.Module):
 
 def _attended(query, keys, values, bias):
   precision = layers.precision_of(query.dtype)
-  logits = jnp.einsum("bhnd,bhtd->bhnt", query, keys, precision=precision)
   # The softmax needs float32 also in a bfloat16 model, whose logits have 8 bits.
-  logits = logits.astype(layers.at_least_float32(logits.dtype)) + bias
+  logits = layers.attention_logits(query[:, :, None], keys)[:, :, 0] + bias
   weights = jax.nn.softmax(logits, axis=-1).astype(query.dtype)
   return jnp.einsum("bhnt,bhtd->bhnd", weights, values, precision=precision)
 
@@ -138,11 +182,11 @@ class EncoderLayer(nn.Module):
   config: T5Config
 
   @nn.compact
-  def __call__(self, x: jax.Array, bias: jax.Array) -> jax.Array:
+  def __call__(self, x: jax.Array, bias: jax.Array | LongBias) -> jax.Array:
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     attention = Attention(config, name="attention")
     h = layers.RMSNorm(dtype, name="pre_attention_layer_norm")(x)
-    x = x + attention(h, *attention.keys_values(h), bias)
+    x = x + attention(*attention.query_keys_values(h), bias)
     h = layers.RMSNorm(dtype, name="pre_mlp_layer_norm")(x)
     return x + layers.Mlp(config, name="mlp")(h)
 
@@ -156,11 +200,15 @@ class Encoder(nn.Module):
   def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     """Encodes embedded tokens x [B, S, E] under mask [B, S] as [B, S, E]."""
     config = self.config
-    positions = jnp.arange(x.shape[1])
+    length, bias = x.shape[1], layers.mask_bias(mask)[:, None, None, :]
     # T5 shares one position bias among all layers of a stack.
     position_bias = RelativePositionBias(config, True, name="relpos_bias")
-    bias = position_bias(positions[None], positions)
-    bias = bias + layers.mask_bias(mask)[:, None, None, :]
+    if length <= layers.BLOCK:
+      positions = jnp.arange(length)
+      bias = position_bias(positions[None], positions) + bias
+    else:
+      every = position_bias(jnp.full((1, 1), length - 1), jnp.arange(2 * length - 1))
+      bias = LongBias(every[0, :, 0], bias)
     for index in range(config.num_encoder_layers):
       layer = EncoderLayer(config, name=f"layers_{index}")
       x = layers.traced_once(layer, EncoderLayer.__call__, x, bias)
@@ -210,18 +258,28 @@ class DecoderLayer(nn.Module):
       [B, n or P, E], and the self keys and values of x, or of the whole cache.
     """
     h = self.pre_self_attention_layer_norm(x)
-    keys, values = self.self_attention.keys_values(h)
+    attention = self.self_attention
+    if positions is None:
+      chosen = lambda a: a
+    else:
+      # Keys and values need every position; from here on only P are computed.
+      chosen = lambda a: jnp.take_along_axis(a, positions[..., None], axis=1)
+    if positions is None or attention.is_packed:
+      query, keys, values = attention.query_keys_values(h)
+      query = chosen(query)
+    else:
+      keys, values = attention.keys_values(h)
+      query = attention.query(chosen(h))
+    x = chosen(x)
     if past is not None:
       past_keys, past_values, length = past
       keys = cache_lib.write(past_keys, keys, length)
       values = cache_lib.write(past_values, values, length)
-    if positions is not None:
-      # Keys and values need every position; from here on only P are computed.
-      x, h = (jnp.take_along_axis(a, positions[..., None], axis=1) for a in (x, h))
     every = [jnp.concatenate(part, axis=2) for part in zip(*earlier, (keys, values))]
-    x = x + self.self_attention(h, *every, self_bias)
+    x = x + attention(query, *every, self_bias)
     h = self.pre_cross_attention_layer_norm(x)
-    x = x + self.encoder_decoder_attention(h, *cross, cross_bias)
+    attention = self.encoder_decoder_attention
+    x = x + attention(attention.query(h), *cross, cross_bias)
     return x + self.mlp(self.pre_mlp_layer_norm(x)), (keys, values)
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from osd_jax import base
+from osd_jax import cache as cache_lib
 from osd_jax.models import layers, llama, served, t5
 from osd_jax.models.shapes import T5GemmaConfig
 
@@ -62,11 +63,12 @@ class DecoderLayer(llama.Layer):
   def cross_keys_values(self, encoded: jax.Array):
     return self.encoder_decoder_attention.keys_values(encoded, None)
 
-  def __call__(self, x, by, bias, past, source):
+  def __call__(self, x, by, bias, past, source, slots=None):
     """See `llama.Layer`; `source` is a `Memory` for the cross-attention."""
-    x, entries = self.attended(x, by, bias, past)
+    x, entries = self.attended(x, by, bias, past, slots=slots)
     h = self.pre_cross_attention_layer_norm(x)
-    context = self.encoder_decoder_attention(h, None, source)
+    attention = self.encoder_decoder_attention
+    context = attention(attention.queries(h, None), source)
     x = x + self.post_cross_attention_layer_norm(context)
     return self.fed_forward(x), entries
 
@@ -83,12 +85,23 @@ class Decoder(llama.Decoder):
     places = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     everywhere = jnp.ones(places.shape, bool)
     _, bias = self.prompt_bias(places, cross_mask, everywhere)
-    prompts = [llama.Memory(*entries, bias[0]) for entries in cross]
-    states, _ = self.over(x, everywhere, places, prompts=prompts)
+    sources = [llama.Memory(*entries, bias[0]) for entries in cross]
+    states, _ = self.over(x, everywhere, places, sources=sources)
     x = states[-1]
     if positions is not None:
       x = jnp.take_along_axis(x, positions[..., None], axis=1)
     return self.decoder_norm(x)
+
+  def step(self, x: jax.Array, cache: cache_lib.KVCache, is_token: jax.Array):
+    """See `llama.Decoder`; the keys of the source are apart."""
+    slot = self._slots(x, cache)
+    own = self._own_bias(slot, cache.slots, is_token)
+    at, bias = self.prompt_bias(slot, cache.cross_mask, is_token)
+    sources = [
+      llama.Memory(*entries, bias[0])
+      for entries in zip(cache.cross_keys, cache.cross_values)
+    ]
+    return self._advanced(x, at, own, cache, sources=sources)
 
   def prompt_bias(self, slot: jax.Array, mask: jax.Array, is_token: jax.Array):
     """See `llama.Decoder`; positions start after the prompt, which has no windows."""

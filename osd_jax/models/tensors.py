@@ -268,19 +268,18 @@ _OTHER_FILES = {
 
 
 def _incomplete(path: Path, error: object) -> base.InputError:
-  begin = b""
-  if path.is_file():
-    with path.open("rb") as file:
-      begin = file.read(32)
+  if not path.is_file():
+    return base.InputError(f"weights: {path} is not a file; check the path.")
+  with path.open("rb") as file:
+    begin = file.read(32)
   for magic, (what, remedy) in _OTHER_FILES.items():
     if begin.startswith(magic):
       return base.InputError(
         f"weights: {path} is {what}, expected a safetensors file; {remedy}."
       )
-  advice = "copy or download it again" if begin else "check the path"
   return base.InputError(
-    f"weights: cannot read {path}: {error}; expected a complete safetensors file;"
-    f" {advice}."
+    f"weights: cannot read {path}: {error}; expected a complete safetensors file; copy"
+    " or download it again."
   )
 
 

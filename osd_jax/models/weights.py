@@ -40,6 +40,7 @@ _SIZES = (
   *("vocab_size", "width", "num_heads", "head_dim", "mlp_dim", "state_layer"),
   *("num_layers", "num_encoder_layers", "num_decoder_layers"),
 )
+_DEPTHS = ("num_layers", "num_encoder_layers", "num_decoder_layers", "state_layer")
 # Fields that files store under an earlier name. The fingerprint of a target is a hash
 # of this text: another name would detach every draft from the target it was made for.
 _FIELDS_IN_FILES = {"state_layer": "handed_out"}
@@ -128,10 +129,24 @@ def identity(target: Weights, name: str) -> Identity:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tensors_lib.Shape]:
-  """Path ("encoder/layers_0/...") -> shape of the parameters of a model."""
-  return tensors_lib.shapes(
-    jax.eval_shape(families.build(config, "model").init, jax.random.key(0))
-  )
+  """Path ("encoder/layers_0/...") -> shape of the parameters of a model.
+
+  The layers of a stack are alike, so only the first of each is traced.
+  """
+  sizes = {name: getattr(config, name) for name in _DEPTHS if hasattr(config, name)}
+  short = {name: min(size, 1) for name, size in sizes.items()}
+  model = families.build(dataclasses.replace(config, **short), "model")
+  shapes = tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
+  # T5Gemma's decoder has as many layers as `num_layers` says, T5's has its own number.
+  depths = {
+    "encoder": sizes.get("num_encoder_layers", 0),
+    "decoder": sizes.get("num_decoder_layers") or sizes["num_layers"],
+  }
+  return {
+    path.replace("/layers_0/", f"/layers_{layer}/"): shape
+    for path, shape in shapes.items()
+    for layer in range(depths[path.split("/")[0]] if "/layers_0/" in path else 1)
+  }
 
 
 def save(

@@ -4,9 +4,10 @@ The C++ code is compiled on the machine that runs it, at the first use, and cach
 Without a compiler, and on other backends, XLA computes the same functions
 (`models/layers.py`), up to rounding.
 
-This module also owns the one ambient switch of the package. Some operations have two
-implementations with equal results: one that is fast on a single CPU and one for all
-other backends and for meshes. `forms()` says which one to trace. It is not an argument,
+This module also owns the one ambient switch of the package. Some operations have
+several implementations with equal results: one that is fast on a single CPU, one for
+other single devices, and one for meshes. `forms()` and `is_split()` say which one to
+trace. It is not an argument,
 because the operations are deep inside the models and the decoding loop, and every
 function on the way would have to pass it on. The switch is a JAX user context, which is
 part of the key of the compilation cache, so a function traced under one setting is
@@ -166,7 +167,7 @@ def attention(
 ) -> jax.Array:
   """Attention of a few queries [B, n, H D], with unscaled logits; returns [B, n, H D].
 
-  Keys and values [B, H, T, D] after the last unmasked position of a row are not read.
+  Keys and values [B, H, T, D] of masked positions are not read.
   A query that may attend to no position, which stands for padding, gets zeros.
   The bias [B or 1, H or 1, n or 1, T] is very negative where masked. All are float32.
   """
@@ -181,10 +182,18 @@ def off(*parts: str):
 
 
 @contextlib.contextmanager
-def portable():
-  """Selects the implementations for meshes and for backends other than the CPU."""
-  with _off((*PARTS, "forms")):
+def portable(is_split: bool):
+  """Selects the implementations for backends other than the CPU.
+
+  `is_split`: those for a mesh, whose devices hold parts of the kernels.
+  """
+  with _off((*PARTS, "forms", *("split",) * is_split)):
     yield
+
+
+def is_split() -> bool:
+  """Whether to trace for a mesh of several devices."""
+  return "split" in _off.value
 
 
 def forms() -> bool:

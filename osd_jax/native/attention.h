@@ -23,31 +23,32 @@ struct Head {
   int64_t query_stride, bias_stride;  // from one query to the next
   int64_t queries, size;              // n, D
 
-  // Number of positions up to the last that any query may attend to.
-  int64_t Reach(int64_t positions) const {
-    int64_t reach = 0;
-    for (int64_t n = 0; n < queries; ++n) {
-      const float* row = bias + n * bias_stride;
-      int64_t end = positions;
-      while (end > reach && row[end - 1] < kMasked) --end;
-      reach = std::max(reach, end);
+  // Lists the positions that a query may attend to, and returns their number.
+  int64_t List(int64_t n, int64_t positions, int64_t* at) const {
+    const float* row = bias + n * bias_stride;
+    int64_t count = 0;
+    for (int64_t t = 0; t < positions; ++t) {
+      at[count] = t;
+      count += row[t] >= kMasked;
     }
-    return reach;
+    return count;
   }
 
-  // Turns the scores of one query into unnormalised weights and returns their sum.
-  float Weigh(int64_t n, int64_t reach, float* weights) const {
+  // Turns the scores of one query at `count` positions into unnormalised weights and
+  // returns their sum.
+  float Weigh(int64_t n, const int64_t* at, int64_t count, float* weights) const {
     const float* row = bias + n * bias_stride;
     float largest = -std::numeric_limits<float>::infinity();
-    for (int64_t t = 0; t < reach; ++t) {
-      weights[t] = Dot(query + n * query_stride, keys + t * size, size) + row[t];
-      largest = std::max(largest, weights[t]);
+    for (int64_t i = 0; i < count; ++i) {
+      const float* key = keys + at[i] * size;
+      weights[i] = Dot(query + n * query_stride, key, size) + row[at[i]];
+      largest = std::max(largest, weights[i]);
     }
     Vector sum = {};
-    for (int64_t t = 0; t < reach; t += kLanes) {
-      for (int64_t pad = reach; pad < t + kLanes; ++pad) weights[pad] = -1e30f;
-      const Vector weight = Exp(Load(weights + t) - largest);
-      std::memcpy(weights + t, &weight, sizeof(weight));
+    for (int64_t i = 0; i < count; i += kLanes) {
+      for (int64_t pad = count; pad < i + kLanes; ++pad) weights[pad] = -1e30f;
+      const Vector weight = Exp(Load(weights + i) - largest);
+      std::memcpy(weights + i, &weight, sizeof(weight));
       sum += weight;
     }
     return Sum(sum);
@@ -55,12 +56,13 @@ struct Head {
 
   // Weighted sum over the values, `kVectors` vectors of components at a time.
   template <int kVectors>
-  void Gather(int64_t n, int64_t reach, const float* weights, float total,
-              int64_t first) const {
+  void Gather(int64_t n, const int64_t* at, int64_t count, const float* weights,
+              float total, int64_t first) const {
     Vector sums[kVectors] = {};
-    for (int64_t t = 0; t < reach; ++t) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float* value = values + at[i] * size + first;
       for (int v = 0; v < kVectors; ++v) {
-        sums[v] += weights[t] * Load(values + t * size + first + v * kLanes);
+        sums[v] += weights[i] * Load(value + v * kLanes);
       }
     }
     for (int v = 0; v < kVectors; ++v) {
@@ -69,30 +71,25 @@ struct Head {
     }
   }
 
-  bool IsMasked(int64_t n, int64_t reach) const {
-    const float* row = bias + n * bias_stride;
-    return std::all_of(row, row + reach, [](float value) { return value < kMasked; });
-  }
-
-  void Attend(int64_t positions, float* weights) const {
-    const int64_t reach = Reach(positions);
+  void Attend(int64_t positions, int64_t* at, float* weights) const {
     for (int64_t n = 0; n < queries; ++n) {
-      if (IsMasked(n, reach)) {
+      const int64_t count = List(n, positions, at);
+      if (count == 0) {
         std::fill_n(context + n * query_stride, size, 0.0f);
         continue;
       }
-      const float total = Weigh(n, reach, weights);
+      const float total = Weigh(n, at, count, weights);
       int64_t first = 0;
       for (; first + 4 * kLanes <= size; first += 4 * kLanes) {
-        Gather<4>(n, reach, weights, total, first);
+        Gather<4>(n, at, count, weights, total, first);
       }
       for (; first + kLanes <= size; first += kLanes) {
-        Gather<1>(n, reach, weights, total, first);
+        Gather<1>(n, at, count, weights, total, first);
       }
       for (; first < size; ++first) {
         float sum = 0;
-        for (int64_t t = 0; t < reach; ++t) {
-          sum = std::fma(weights[t], values[t * size + first], sum);
+        for (int64_t i = 0; i < count; ++i) {
+          sum = std::fma(weights[i], values[at[i] * size + first], sum);
         }
         context[n * query_stride + first] = sum / total;
       }
@@ -117,6 +114,7 @@ inline ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query,
   Share(pool, rows * heads, 2 * positions * size * sizeof(float),
         [&](int64_t begin, int64_t end) {
           std::vector<float> weights(positions + kLanes);
+          std::vector<int64_t> at_position(positions + 1);
           for (int64_t i = begin; i < end; ++i) {
             const int64_t row = i / heads, head = i % heads;
             const int64_t at = row * queries * joined + head * size;
@@ -131,7 +129,7 @@ inline ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query,
                 queries,
                 size,
             };
-            one.Attend(positions, weights.data());
+            one.Attend(positions, at_position.data(), weights.data());
           }
         });
   return ffi::Error::Success();

@@ -90,7 +90,7 @@ def _drawn(
     import matplotlib
   except ImportError:
     # Everything else that a report says needs no matplotlib.
-    note = "Plots were left out: they need matplotlib: pip install osd-jax[plots]"
+    note = 'Plots were left out: they need matplotlib: pip install "osd_jax[plots]"'
     return [], note
   directory.mkdir(parents=True, exist_ok=True)
   saved = []
@@ -322,8 +322,10 @@ def _over_requests(
       # Outliers would flatten the rest of the plot. They are cut off and counted.
       hidden += int(np.sum(line.values > limits[1]))
       # Thousands of dots as a picture: as shapes they would make the page slow.
-      dots = {"alpha": 0.4, "markersize": 4, "mew": 0, "rasterized": True}
-      axes.plot(places(line.requests), line.values, ".", color=line.color, **dots)
+      few = len(line.requests) <= 200  # they are larger, because the means hide little
+      dots = {"alpha": 0.6 if few else 0.4, "markersize": 9 if few else 4, "mew": 0}
+      where = places(line.requests)
+      axes.plot(where, line.values, ".", color=line.color, rasterized=True, **dots)
     axes.plot(*_trend(line), line.style, color=line.color, lw=2, label=line.name)
   axes.set_ylim(*limits)
   return _labelled(

@@ -69,9 +69,9 @@ def _served(rows: Sequence[Row]) -> Summary:
   details = {}
   if latency := latency_table(requests):
     details["Percentiles of milliseconds per token"] = latency
-  account = account_lib.Account.of(rows)
-  if account is not None:
-    details["Where the time went"] = account.table()
+  times = ""
+  if account := account_lib.Account.of(rows):
+    details["Where the time went"], times = account.table(), account.sentence()
   for costs in rows_lib.of(rows_lib.Costs, rows)[:1]:
     details["Costs on this machine"] = costs.table()
   events: dict[str, list[str]] = {}
@@ -84,7 +84,7 @@ def _served(rows: Sequence[Row]) -> Summary:
   return Summary(
     "Online speculative decoding",
     _headline(requests, verdict, bool(rows_lib.of(rows_lib.Update, rows))),
-    [*texts, _gate_sentence(rows), alarms.sentence(rows)],
+    [*texts, _gate_sentence(rows), alarms.sentence(rows), times],
     {
       "Agreement per topic": agreement_table(segmented),
       "Speed per topic": speed_table(segmented),

@@ -368,11 +368,13 @@ def fingerprint(models: Any) -> int:
 
   Arrays that are spread over several processes are skipped.
   """
-  # A few numbers per array are enough to detect another training, and take no time.
-  # Those of a matrix are on its diagonal: a mesh keeps some kernels transposed.
+  # A few numbers per array are enough to detect another training, and take no time. A
+  # run may go on with another layout of the same target. So those of a matrix are on
+  # its diagonal, and kernels that may be joined are skipped.
+  joined = {part for pair in base.JOINED.items() for part in (pair[0], *pair[1])}
   total = 0
   for name, leaf in _named(models).items():
-    if _is_whole(leaf):
+    if _is_whole(leaf) and joined.isdisjoint(name.split(".")):
       part = np.asarray(leaf[:8] if leaf.ndim else leaf)
       data = (np.diagonal(part) if leaf.ndim == 2 else part).tobytes()
       # The names are included, so that equal arrays in other places differ.
@@ -462,8 +464,8 @@ def _without_echoes() -> Iterator[None]:
   """Suppresses orbax's tracebacks of a failed write or read.
 
   If one array cannot be written or read, orbax closes its event loop while others are
-  still in progress. Each of them then prints a traceback from its own thread or
-  coroutine, after the error that matters has been raised.
+  still in progress. Each of them then prints a traceback from its own thread, coroutine
+  or task, after the error that matters has been raised.
   """
   before = sys.unraisablehook
 
@@ -474,6 +476,8 @@ def _without_echoes() -> Iterator[None]:
       before(echo)
 
   sys.unraisablehook = hook
+  tasks = logging.getLogger("asyncio")
+  tasks.addFilter(_is_not_orbax_task)
   older = {thread.ident for thread in threading.enumerate()}
   older.discard(threading.get_ident())
 
@@ -485,7 +489,14 @@ def _without_echoes() -> Iterator[None]:
   logger.addFilter(keep)
   try:
     yield
-    # After a failure the hook stays, because more echoes may follow.
+    # After a failure these two stay, because more echoes may follow.
     sys.unraisablehook = before
+    tasks.removeFilter(_is_not_orbax_task)
   finally:
     logger.removeFilter(keep)
+
+
+def _is_not_orbax_task(record: logging.LogRecord) -> bool:
+  """False for the error of a task of orbax that nobody has awaited."""
+  text = record.getMessage()
+  return "never retrieved" not in text or "orbax" not in text

@@ -155,10 +155,10 @@ class _Tracker:
     self._log(numbers, row["text"] if kind == "alarm" else "")
 
   def _log(self, numbers: Mapping[str, float], alarm: str) -> None:
-    raise NotImplementedError
+    raise NotImplementedError  # every tracker has its own
 
   def close(self) -> None:
-    raise NotImplementedError
+    raise NotImplementedError  # every tracker has its own
 
 
 class _Run(_Tracker):
@@ -209,12 +209,13 @@ def tracker_library(name: str) -> Any:
   """Imports the module of a tracker; None for "".
 
   Raises:
-    MissingExtraError: it cannot be imported, or has not the interface of wandb.
+    MissingExtraError: it cannot be imported, or does not have the interface of wandb.
   """
   if not name:
     return None
   is_tensorboard = name == TENSORBOARD
-  module, extra = ("tensorboardX", "osd-jax[log]") if is_tensorboard else (name, name)
+  module = "tensorboardX" if is_tensorboard else name
+  install = 'pip install "osd_jax[log]"' if is_tensorboard else f"pip install {name}"
   try:
     library = importlib.import_module(module)
     reason = "" if is_tensorboard or hasattr(library, "init") else "it has no `init`"
@@ -223,7 +224,7 @@ def tracker_library(name: str) -> Any:
   if reason:
     raise base.MissingExtraError(
       f'OnlineConfig.tracker: received {name!r} ({reason}), expected "tensorboard" or'
-      f" a module with the interface of wandb; install it: pip install {extra}"
+      f" a module with the interface of wandb; install it: {install}"
     )
   return library
 

@@ -17,9 +17,9 @@ from osd_jax.decoding.rounds import DecodeSpec
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
 from osd_jax.engine import steps
-from osd_jax.models import attached, families, tensors
+from osd_jax.models import attached, families, served, tensors
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import AttachedConfig
+from osd_jax.models.shapes import EXACT_SERVING, AttachedConfig
 from osd_tools import chips, sizes
 
 
@@ -36,6 +36,7 @@ class Plan:
     draft_params: trained parameters of the draft.
     frozen: parameters that an attached draft shares with the target; None for others.
     served: copies of the parameters that steps read.
+    draft_served: the draft's copy alone, if it is mixed with an n-gram cache.
     program: what is compiled into every call.
     state: rows in flight.
     learner: the learner's state.
@@ -64,16 +65,21 @@ class Plan:
     target, draft = _shapes(pair, layers)
     is_attached = isinstance(draft, AttachedConfig)
     states = draft.reads if isinstance(draft, AttachedConfig) else ""
-    self.target = families.build(target, "target", states=states)
     serving = pair.draft_serving
     # The layouts of the C++ kernels do not apply to other machines.
-    with native.portable():
-      shardings = self.partitioner.params(self.target)
+    self.is_split = self.partitioner.mesh.size > 1
+    with native.portable(self.is_split):
       has_file = not _needs_no_weights(pair, "target")
       short = pairs.bfloat16_of(pair) if has_file else frozenset()
-      self.target_params = _loaded(self.target, shardings, pair.dtype, short)
+      trained, layout = families.build(target), EXACT_SERVING.layout
+      shardings = self.partitioner.params(trained)
+      params = _loaded(trained, shardings, pair.dtype, short)
+      # As `pairs.load_pair`: the target is kept once, as it is served.
+      self.target = families.build(target, "target", states=states, kept=layout)
+      prepare = functools.partial(served.prepare, target, EXACT_SERVING)
+      self.target_params = _result(prepare, params)
       if is_attached:
-        self.draft = attached.build(draft, target, "attached draft", serving)
+        self.draft = attached.build(draft, target, "attached draft", serving, layout)
       else:
         self.draft = families.build(draft, "draft", serving)
       shardings = self.partitioner.params(self.draft)
@@ -82,14 +88,19 @@ class Plan:
       self.draft_params = _loaded(self.draft, shardings)
       self.frozen = None
       if is_attached:
-        frozen_of = functools.partial(attached.frozen_of, target, serving=serving)
+        frozen_of = functools.partial(
+          attached.frozen_of, target, serving=serving, kept=layout
+        )
         self.frozen = _result(frozen_of, self.target_params)
       whole = self.draft.join(self.draft_params, self.frozen)
+      # As `Engine`, for which one device is no mesh.
+      split = self.partitioner if self.is_split else None
+      spec = decoding.spec(self.target, self.draft, split)
+      self.spec = dataclasses.replace(spec, partitioner=self.partitioner)
+      self.draft_served = _result(self.draft.prepare, whole)
       self.served = steps.Served(
-        _result(self.target.prepare, self.target_params),
-        _result(self.draft.prepare, whole),
+        _result(self.target.prepare, self.target_params), self._with_memory()
       )
-      self.spec = decoding.spec(self.target, self.draft, self.partitioner)
       self.state = self._state(self.spec, self.served)
       self.learner, self.buffer = self._learning()
 
@@ -97,15 +108,27 @@ class Plan:
     """Returns gigabytes per chip by purpose, without temporaries."""
     sizes = {
       "target, as loaded": self.target_params,
-      "target, copies for steps": _copies(self.target.prepare, self.target_params),
+      "target, copies for steps": _copies(
+        self.target.prepare, self.target_params, self.is_split
+      ),
       "draft, as loaded": (self.draft_params, self.frozen and self.frozen["head"]),
-      "draft, copies for steps": self.served.draft,
+      "draft, copies for steps": self.draft_served,
       "caches and rows": self.state,
     }
     if self.run.learn:
       sizes["optimiser and average"] = self.learner.replace(params=None)
       sizes["replay buffer"] = self.buffer
     return {name: bytes_of(tree) / 1e9 for name, tree in sizes.items()}
+
+  def _with_memory(self) -> Any:
+    """Returns the shapes of the drafter's parameters, with an n-gram cache if any."""
+    drafter = self.spec.drafter
+    assert drafter is not None
+    memory = jax.tree.map(
+      lambda leaf: self.everywhere(leaf.shape, leaf.dtype),
+      jax.eval_shape(drafter.memory),
+    )
+    return drafter.with_memory(self.draft_served, memory)
 
   def _state(self, spec: DecodeSpec, served: steps.Served) -> Any:
     bucket = self.run.decoding.source_lengths[-1]
@@ -257,9 +280,11 @@ def _result(function: Callable[..., Any], *arguments: Any) -> Any:
   return jax.tree.map(_at, shapes, places)
 
 
-def _copies(prepare: Callable[..., Any], params: base.Params) -> list[Any]:
+def _copies(
+  prepare: Callable[..., Any], params: base.Params, is_split: bool
+) -> list[Any]:
   """Returns the arrays of a served copy that are not the parameters themselves."""
-  with native.portable():
+  with native.portable(is_split):
     result = _result(prepare, params)
     jaxpr = jax.make_jaxpr(prepare)(params).jaxpr
   inputs = set(jaxpr.invars)

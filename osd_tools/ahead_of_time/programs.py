@@ -31,12 +31,14 @@ class Lowering(NamedTuple):
     depth: number of loops around the repeated part: 1 for rounds, 0 elsewhere.
     untouched: arguments of which the call reads or writes only a few rows.
     chips: number of chips that share the matrix products.
+    branch: the branch of each `jax.lax.cond` that is counted; greedy rows take 0.
   """
 
   traced: Callable[[], Any]
   depth: int = 0
   untouched: Any = None
   chips: int = 1
+  branch: int = 0
 
 
 def programs(plan: Plan) -> dict[str, Lowering]:
@@ -49,17 +51,22 @@ def programs(plan: Plan) -> dict[str, Lowering]:
   drafting = data if plan.partitioner.is_whole(plan.draft) else data * model
   # Each part of the rows prefills one prompt at a time.
   prefilling = plan.spec.parts * model
-  # Every K is a program of its own, since K is static.
-  drafted = adaptive.candidates if adaptive else (most,)
+  # Every K is a program of its own, unless rounds choose how much to draft.
+  drafted = adaptive.candidates if adaptive and not plan.spec.widths else (most,)
   rounds = {
-    f"round, K = {k}": Lowering(functools.partial(_advance, plan, k), 1)
+    f"round, K = {k}": Lowering(
+      functools.partial(_advance, plan, plan.spec.greedy, k), 1
+    )
     for k in drafted
     if k <= most
   }
+  sampled = functools.partial(_advance, plan, plan.spec, most)
   serving = {
     "prefill": Lowering(functools.partial(_prefill, plan), chips=prefilling),
+    **_of_chunks(plan),
     "insertion": Lowering(functools.partial(_put, plan), untouched=plan.state),
     **rounds,
+    f"sampled round, K = {most}": Lowering(sampled, 1, branch=1),
     "read": Lowering(functools.partial(_read, plan), untouched=plan.state),
     "plain step": Lowering(
       functools.partial(_feed, plan, "target", 1), chips=data * model
@@ -90,7 +97,7 @@ def compiled(plan: Plan, program: Lowering) -> Made:
     RefusedError: the program does not fit into memory, or the compiler fails.
   """
   # The C++ kernels exist only on this machine's CPU; a topology needs XLA's own.
-  with native.portable():
+  with native.portable(plan.is_split):
     traced = program.traced()
     lowered = traced.lower()
     started = time.perf_counter()
@@ -99,8 +106,7 @@ def compiled(plan: Plan, program: Lowering) -> Made:
     except jax.errors.JaxRuntimeError as error:
       raise RefusedError(_reason(error)) from None
     seconds = time.perf_counter() - started
-  # Greedy rows take the false branch of each cond.
-  counts = hlo.HloProgram(made.as_text(), branch=0)
+  counts = hlo.HloProgram(made.as_text(), branch=program.branch)
   memory, costs = made.memory_analysis(), made.cost_analysis() or {}
   within = counts.count(program.depth)
   collectives = [x for x in counts.of(*hlo.COLLECTIVES) if x.depth >= program.depth]
@@ -108,13 +114,14 @@ def compiled(plan: Plan, program: Lowering) -> Made:
   read = memory.argument_size_in_bytes
   kernels = sum(within[name] for name in KERNELS)
   cycles = sum(x.cycles for x in counts.operations if x.depth == program.depth)
-  least = None
+  least = over_bound = None
   # Rounds have no bound: the number of their iterations is not known.
   if not program.depth:
     chip, flops = plan.topology.chip, hlo.product_flops(traced.jaxpr) / program.chips
     # Arguments of which only a few rows are touched are not read from memory.
     read_whole = read - bytes_of(program.untouched)
     least = chip.least_seconds(read_whole, flops, bytes_moved, kernels) * 1e3
+    over_bound = cycles / chip.cycles_to_read(read_whole) if cycles else None
   accessed = costs.get("bytes accessed")
   return Made(
     compile_s=seconds,
@@ -132,6 +139,7 @@ def compiled(plan: Plan, program: Lowering) -> Made:
     read_again=None if accessed is None or program.depth else accessed / read,
     least_ms=least,
     cycles=cycles or None,
+    over_bound=over_bound,
   )
 
 
@@ -157,7 +165,10 @@ def _of_an_adaptive_k(plan: Plan) -> dict[str, Lowering]:
 
   return {
     "prefill of the target alone": Lowering(
-      lambda: steps.prefill.trace(resting, plan.served, prompts), chips=parts * model
+      lambda: steps.prefill.trace(
+        resting, plan.served, prompts, _caches(plan, resting)
+      ),
+      chips=parts * model,
     ),
     "insertion of the target alone": Lowering(put, untouched=plan.state),
     "prefill of the draft alone": Lowering(
@@ -181,7 +192,34 @@ def _prompts(plan: Plan) -> PromptBatch:
 
 
 def _prefill(plan: Plan) -> Any:
-  return steps.prefill.trace(plan.spec, plan.served, _prompts(plan))
+  arguments = plan.served, _prompts(plan), _caches(plan, plan.spec)
+  return steps.prefill.trace(plan.spec, *arguments)
+
+
+def _caches(plan: Plan, spec: DecodeSpec) -> list[Any] | None:
+  """Shapes and shardings of the caches of prompts that are read in chunks, if any."""
+  source = _prompts(plan).source
+  if not 0 < spec.prefill_chunk < source.shape[1]:
+    return None
+  shapes = jax.eval_shape(functools.partial(steps.unread, spec), plan.served, source)
+  return jax.tree.map(
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+    shapes,
+    steps.places(spec, shapes),
+  )
+
+
+def _of_chunks(plan: Plan) -> dict[str, Lowering]:
+  """Returns the program that reads a chunk of a long prompt, if there is one."""
+  if not (caches := _caches(plan, plan.spec)):
+    return {}
+
+  def read() -> Any:
+    arguments = plan.served, caches, _prompts(plan).source, plan.scalar()
+    return steps.read_chunk.trace(plan.spec, *arguments)
+
+  chips = plan.spec.parts * plan.partitioner.mesh.shape["model"]
+  return {"prefill of a chunk": Lowering(read, chips=chips)}
 
 
 def _put(plan: Plan) -> Any:
@@ -200,8 +238,12 @@ def _rows(spec: DecodeSpec, plan: Plan, prompts: PromptBatch) -> Any:
   )
 
 
-def _advance(plan: Plan, drafted: int) -> Any:
-  return steps.advance.trace(plan.spec, drafted, plan.served, plan.scalar(), plan.state)
+def _advance(plan: Plan, spec: DecodeSpec, drafted: int) -> Any:
+  largest, prices = steps.exactly(spec, drafted)
+  if prices is not None:
+    prices = plan.everywhere(prices.shape, prices.dtype)
+  arguments = plan.served, plan.scalar(), plan.state, prices
+  return steps.advance.trace(spec, largest, *arguments)
 
 
 def _read(plan: Plan) -> Any:
@@ -213,7 +255,10 @@ def _read(plan: Plan) -> Any:
 def _feed(plan: Plan, who: str, width: int) -> Any:
   """Traces one call of a model on `width` tokens per row, followed by an arg max."""
   model = getattr(plan, who)
-  served, cache = getattr(plan.served, who), getattr(plan.state, f"{who}_cache")
+  served, cache = plan.served.target, plan.state.target_cache
+  if who == "draft":
+    served, cache = plan.draft_served, plan.state.draft_cache
+    cache = getattr(cache, "draft", cache)  # in a mixture
   tokens = plan.everywhere((plan.spec.rows, width), jnp.int32)
 
   def feed(served, tokens, cache):
@@ -227,8 +272,11 @@ def _feed(plan: Plan, who: str, width: int) -> Any:
 
 
 def _swap(plan: Plan) -> Any:
-  whole = plan.draft.join(plan.draft_params, plan.frozen)
-  return jax.jit(lambda params: plan.draft.prepare(params)).trace(whole)
+  def prepare(params):
+    with plan.spec.traced():
+      return plan.draft.prepare(params)
+
+  return jax.jit(prepare).trace(plan.draft.join(plan.draft_params, plan.frozen))
 
 
 def _append(plan: Plan) -> Any:

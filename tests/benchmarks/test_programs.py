@@ -86,9 +86,14 @@ PROGRAMS = {
     "skipped, time is up: serving of tiny, bfloat16, 1 row",
   ),
   "benchmarks/ahead_of_time.py --topology cpu:1=1 --target t5-small --layers 1"
-  " --rows 1 --drafted 2": (
-    "kernels a round",
-    "frozen tokens/s at 0.8, at most",
+  " --rows 1 --drafted 2": ("kernels a round", "frozen tokens/s at 0.8, at most"),
+  "benchmarks/compilations.py --topology cpu:1 --family t5 --draft attached --rows 1": (
+    "kernels of a layer",
+    "refused rounds",
+  ),
+  "benchmarks/versions.py --shape tiny --turns 1 --pythons PYTHON PYTHON": (
+    "plain step, XLA alone, ms",
+    "verification of 6 tokens, over jax",
   ),
   "experiments/acceptance_rules/run.py --count 4 --num_draft_tokens 2"
   " --temperatures 1": ('"coupling_equal_to_plain": 1.0', '"block_over_rejection"'),
@@ -116,6 +121,7 @@ def test_program_prints_its_figures(command, repository, lively_pair, tmp_path):
   small = [f"PairConfig.{x}={getattr(lively_pair, x)!r}" for x in ("target", "draft")]
   program, *words = shlex.split(command)
   path = repository / program
+  words = [sys.executable if word == "PYTHON" else word for word in words]
   if words[-1] == "SMALL":
     words[-1:] = [*small, *SMALL]
   if words[-1] == "GIN":

@@ -83,9 +83,7 @@ def test_cut_prompts_keep_their_end_token_and_cut_references_lose_it(
 ):
   long, short = "word " * 50, "word"
   task = _write(
-    tmp_path,
-    {"prompt": long, "reference": short},
-    {"prompt": short, "reference": long},
+    tmp_path, {"prompt": long, "reference": short}, {"prompt": short, "reference": long}
   )
   config = _config(tasks=(task,), batch_size=2, source_length=10, target_length=12)
   stream = BatchStream(config, vocabulary)

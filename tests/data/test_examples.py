@@ -192,8 +192,7 @@ VALUES = st.recursive(
 )
 OBJECTS = st.dictionaries(st.sampled_from(FIELDS), TEXTS | VALUES, max_size=4)
 GOOD = st.builds(
-  lambda text: json.dumps({"prompt": f"ask {text}", "reference": "say"}).encode(),
-  TEXTS,
+  lambda text: json.dumps({"prompt": f"ask {text}", "reference": "say"}).encode(), TEXTS
 )
 # Lines that exceed limits of the JSON parser, break encodings or repeat keys.
 BOMBS = st.sampled_from(

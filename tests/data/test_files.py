@@ -134,11 +134,7 @@ def test_faulty_rows_are_reported_with_their_line(tmp_path):
     ("a.jsonl", b"\x7fELF\0\0", "a binary file"),
     ("a.jsonl", b'{"asked": "q"}', "no field 'prompt'.* among 'asked'(?!.*looks like)"),
     ("a.csv", b"asked\nq\n", "no field 'prompt'.* among 'asked'(?!.*looks like)"),
-    (
-      "a.jsonl",
-      b'{"turns": ["q"]}',
-      r"'turns' \(a list; '\{turns\[0\]\}' is",
-    ),
+    ("a.jsonl", b'{"turns": ["q"]}', r"'turns' \(a list; '\{turns\[0\]\}' is"),
     ("a.jsonl", gzip.compress(jsonl(ROWS))[:-9], "cannot be read .*a complete file"),
     ("a.parquet", b"PAR1 and no more", "cannot be read .*a complete Parquet file"),
     ("a.jsonl", b"PK\x03\x04 zipped", "a zip archive; unpack it"),
@@ -183,7 +179,7 @@ def test_folders_that_hold_no_saved_data_set_are_refused(tmp_path):
 def test_without_pyarrow_the_error_names_the_extra(tmp_path, monkeypatch):
   (tmp_path / "a.parquet").write_bytes(b"PAR1")
   monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-  with pytest.raises(base.MissingExtraError, match=r"osd-jax\[parquet\]"):
+  with pytest.raises(base.MissingExtraError, match=r"osd_jax\[parquet\]"):
     read(tmp_path / "a.parquet")
 
 

@@ -66,7 +66,7 @@ def tfds_task(tmp_path_factory) -> TaskConfig:
 
 def test_without_seqio_the_error_names_the_extra(monkeypatch, tfds_task, vocabulary):
   monkeypatch.setitem(sys.modules, "seqio", None)
-  with pytest.raises(base.MissingExtraError, match=r"osd-jax\[data\]"):
+  with pytest.raises(base.MissingExtraError, match=r"osd_jax\[data\]"):
     TaskExamples(tfds_task, vocabulary)
 
 

@@ -204,7 +204,7 @@ def test_missing_library_error_names_the_extra(
   assert Vocabulary.load(tmp_path, template=template)
   vocabularies._build.cache_clear()
   monkeypatch.setitem(sys.modules, library, None)
-  with pytest.raises(base.MissingExtraError, match=r"osd-jax\[llama\]"):
+  with pytest.raises(base.MissingExtraError, match=r"osd_jax\[llama\]"):
     Vocabulary.load(tmp_path, template=template)
 
 
@@ -217,7 +217,7 @@ def test_tokenizer_without_an_end_token_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 def test_file_that_is_not_a_tokenizer_is_refused_by_name(tmp_path, name):
   (tmp_path / name).write_bytes(b"{no tokenizer")
-  with pytest.raises(base.InputError, match=f"{name} is not a"):
+  with pytest.raises(base.InputError, match=f"{name} (is not a|.* cannot be read)"):
     Vocabulary.load(tmp_path)
 
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from models import tiny
 
 from osd_jax import base, testing
@@ -72,6 +73,39 @@ def jitted_rounds(quick=True):
     static_argnums=(0, 1),
     compiler_options=QUICK if quick else None,
   )
+
+
+def planted(faults, quick=True):
+  """Compiles `run_rounds` with faults patched in, of which a number selects one.
+
+  A fault is (module, name in the module, attribute of that object or None, function).
+  The function receives the right one as its first argument. Compiling a program for
+  each fault would take most of the time of a test.
+
+  Returns:
+    A function that returns `run_rounds` with a fault of that name, or with none.
+  """
+
+  def switched(chosen, right, wrong):
+    return lambda *args: jax.lax.cond(
+      chosen, lambda: wrong(right, *args), lambda: right(*args)
+    )
+
+  def rounds_with_faults(number, *args):
+    with pytest.MonkeyPatch.context() as patch:
+      for index, (module, name, attribute, wrong) in enumerate(faults.values()):
+        right = getattr(module, name)
+        inner = right if attribute is None else getattr(right, attribute)
+        new = switched(number == index, inner, wrong)
+        if attribute is not None:
+          new = Changed(right, **{attribute: new})
+        patch.setattr(module, name, new)
+      return rounds_lib.run_rounds(*args)
+
+  options = QUICK if quick else None
+  run = jax.jit(rounds_with_faults, static_argnums=(1, 2), compiler_options=options)
+  numbers = {None: -1, **{name: index for index, name in enumerate(faults)}}
+  return lambda fault=None: functools.partial(run, jnp.int32(numbers[fault]))
 
 
 ROUNDS = jitted_rounds()

@@ -74,7 +74,7 @@ def test_block_search_of_large_vocabularies_equals_a_sort(kept, ties):
     np.take_along_axis(logits, ids, -1),
   )
   assert all(len(set(row)) == kept for row in found.ids.reshape(-1, kept).tolist())
-  with native.portable():
+  with native.portable(is_split=False):
     elsewhere = records.from_logits(jnp.asarray(logits), kept)
   if not ties:
     np.testing.assert_array_equal(found.ids, elsewhere.ids)
@@ -87,7 +87,7 @@ def test_first_of_tied_entries_is_kept():
   logits[..., 40] = 1.0  # ties with 101, in an earlier block
   found = records.from_logits(jnp.asarray(logits), 2)
   assert found.ids[0, 0].tolist() == [100, 40]
-  with native.portable():
+  with native.portable(is_split=False):
     assert records.from_logits(jnp.asarray(logits), 2).ids[0, 0].tolist() == [100, 40]
 
 

@@ -204,8 +204,7 @@ def test_round_past_the_limit_overwrites_nothing():
 def test_target_is_given_no_token_in_stopped_rows_and_after_short_proposals():
   rows = [StopReason.RUNNING, StopReason.EOS, StopReason.EMPTY, StopReason.RUNNING]
   state = started(range(4)).replace(
-    stop_reason=jnp.asarray([int(reason) for reason in rows]),
-    last_token=jnp.arange(4),
+    stop_reason=jnp.asarray([int(reason) for reason in rows]), last_token=jnp.arange(4)
   )
   proposal = base.Proposal(jnp.full((4, 2), 7), None, lengths=jnp.asarray([1, 2, 0, 2]))
   last, proposed = rounds.inputs_of(state, proposal)

@@ -9,6 +9,7 @@ import oracles
 import pytest
 from decoding import harness
 
+from osd_jax import native
 from osd_jax.decoding import sampling
 
 processed = jax.jit(sampling.processed_probs)
@@ -35,6 +36,19 @@ def test_arg_max_is_the_first_of_tied_entries(forms, size):
   assert got.dtype == jnp.int32
   values[1] = np.nan
   assert np.all(np.asarray(sampling.arg_max(jnp.asarray(values))) < size)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_search_by_several_bits_filters_as_the_search_by_one(monkeypatch, platform):
+  on = lambda *args, default, **own: own.get(platform, default)(*args)
+  monkeypatch.setattr(jax.lax, "platform_dependent", on)
+  logits = np.random.default_rng(1).normal(scale=3, size=(4, 2, 3000))
+  logits = np.round(logits, 1)  # ties
+  settings = {"top_k": [0, 1, 40, 40], "top_p": [0.7, 1.0, 1.0, 0.5]}
+  one = probs_of(logits, temperature=1.0, **settings)
+  with native.portable(is_split=False):
+    np.testing.assert_allclose(probs_of(logits, temperature=1.0, **settings), one)
+  assert len(set((one > 0).sum(axis=-1)[:, 0])) == 4  # each row has its own filter
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
@@ -64,9 +78,7 @@ def test_broken_row_has_no_mass_and_does_not_affect_others(
   top_k=st.lists(st.integers(0, VOCAB + 2), min_size=ROWS, max_size=ROWS),
   # None of these is a sum of probabilities that could round either way.
   top_p=st.lists(
-    st.sampled_from([0.0001, 0.3137, 0.7191, 0.9973, 1.0]),
-    min_size=ROWS,
-    max_size=ROWS,
+    st.sampled_from([0.0001, 0.3137, 0.7191, 0.9973, 1.0]), min_size=ROWS, max_size=ROWS
   ),
   min_p=st.lists(
     st.sampled_from([0.0, 0.0371, 0.4137, 1.0]), min_size=ROWS, max_size=ROWS

@@ -144,8 +144,7 @@ def check_appended(before, acceptance, verification, after, row, k, ends):
   assert int(counters.drafted[row]) == judged
   assert int(counters.accepted[row]) == passed
   np.testing.assert_array_equal(
-    counters.accepted_per_position[row],
-    np.arange(state_lib.MAX_DRAFT_TOKENS) < passed,
+    counters.accepted_per_position[row], np.arange(state_lib.MAX_DRAFT_TOKENS) < passed
   )
 
 

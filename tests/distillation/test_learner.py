@@ -100,6 +100,16 @@ def test_new_rows_of_an_update_arrived_after_the_last_launch(learner_of):
   assert all(any(np.array_equal(x, y) for y in arrived) for x in new)
 
 
+def test_no_update_begins_before_it_is_compiled(learner_of):
+  one, release = learner_of(), threading.Event()
+  one.runner.submit(release.wait)
+  one.warm_up(in_background=True)
+  assert not feed(one, [0.5] * INTERVAL)
+  release.set()
+  one.runner.submit(int).result()  # after compiling
+  assert feed(one, [0.5] * INTERVAL)
+
+
 def restored(state, make):
   """Makes a learner and restores `state`; checks the declared structure."""
   arrays, host = state

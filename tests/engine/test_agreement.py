@@ -19,9 +19,7 @@ from osd_jax.models import families
 
 LENGTH = 12
 DECODING = DecodingConfig(
-  source_lengths=(tabular_pair.SOURCE_LENGTH,),
-  target_length=LENGTH,
-  record_top_k=4,
+  source_lengths=(tabular_pair.SOURCE_LENGTH,), target_length=LENGTH, record_top_k=4
 )
 
 

@@ -23,12 +23,17 @@ needs_devices = pytest.mark.skipif(
 
 def cached(kind="far", rows=2, partitioner=None, **changes):
   """An engine with a cache and a draft of this kind."""
-  config = cases.config_of(rows, cache_tokens=SIZE, **changes)
+  config = config_of(rows, cache_tokens=SIZE, **changes)
   target, draft = cases.target_params(), cases.draft_params(kind)
   if partitioner is not None:
     target = partitioner.place_params(cases.TARGET, target)
     draft = partitioner.place_draft(cases.TARGET, draft)
   return engine.Engine(config, cases.TARGET, target, cases.TARGET, draft, partitioner)
+
+
+def config_of(rows, **changes):
+  """One bucket, so that less is compiled."""
+  return cases.config_of(rows, **{"source_lengths": cases.BUCKETS[1:], **changes})
 
 
 # Milliseconds of rounds that draft 0, 1, 3 and 7 tokens.
@@ -40,7 +45,7 @@ def priced(draft_ms=DRAFT_MS, *args, has_cache_alone=True, **changes):
   costs = table.RoundCosts(draft_ms)
   if has_cache_alone:
     costs = table.RoundCosts((((draft_ms,),), ((DRAFT_MS,),)))
-  adaptive = AdaptiveConfig(candidates=KS, costs=(costs, costs))
+  adaptive = AdaptiveConfig(candidates=KS, costs=(costs,))
   return cached(*args, num_draft_tokens=7, adaptive=adaptive, **changes)
 
 
@@ -49,7 +54,7 @@ def alone():
   model = ngrams.build(cases.TARGET, SIZE)
   answers = model.init(jax.random.key(0))
   return engine.Engine(
-    cases.config_of(2), cases.TARGET, cases.target_params(), model, answers
+    config_of(2), cases.TARGET, cases.target_params(), model, answers
   )
 
 
@@ -66,15 +71,34 @@ def absorb_all(other, finished):
     other.absorb(done)
 
 
+# First, because other tests would compile for it.
+def test_draft_that_does_not_pay_rests_and_the_cache_goes_on():
+  decoder, plain = priced(DEAR_MS), sum(map(len, cases.expected()))
+  decoder.warm_up()
+  with Compilations() as compilations:
+    for _ in range(3):
+      answers = decoder.run(cases.greedy_requests())
+      assert cases.texts(answers) == cases.expected()
+  assert compilations.count == 0
+  assert not decoder.controller.state.num_draft_tokens
+  assert calls(answers) < 0.6 * plain
+  assert all(done.drafted == done.drafted_by_cache for done in answers)
+  # Control: without a price for the cache alone, both rest.
+  silent = priced(DEAR_MS, has_cache_alone=False)
+  for _ in range(3):
+    answers = silent.run(cases.greedy_requests())
+  assert calls(answers) == plain
+
+
 # --- Outputs ------------------------------------------------------------------------
 
 MAKERS = {
   "blocks, close": (lambda: cached("close"), None),
-  "blocks, far": (cached, None),
+  "blocks, far, two buckets": (lambda: cached(source_lengths=cases.BUCKETS), None),
   "cache alone": (alone, None),
-  "by worth, close": (lambda: priced(DRAFT_MS, "close", 3), None),
+  "by worth, close": (lambda: priced(DRAFT_MS, "close"), None),
   "draft rests, 1 row": (lambda: priced(rows=1, has_cache_alone=False), (0,)),
-  "draft rests": (lambda: priced(DRAFT_MS, "close", 3), (7, 7, 0, 0, 0)),
+  "draft rests": (lambda: priced(DRAFT_MS, "close"), (7, 7, 0, 0, 0)),
 }
 
 
@@ -98,12 +122,12 @@ def test_coupled_outputs_do_not_depend_on_when_the_draft_rests():
     for request in cases.greedy_requests()
   ]
   rule = {"acceptance_rule": "coupling"}
-  config = cases.config_of(2, **rule)
+  config = config_of(2, **rule)
   plain = engine.Engine(config, cases.TARGET, cases.target_params())
   expected = cases.texts(plain.run(warm))
-  for decoder in (priced(DRAFT_MS, "close", 3, **rule), priced(rows=1, **rule)):
-    cases.Scheduled(decoder, (7, 7, 0, 0, 0))
-    assert cases.texts(decoder.run(warm)) == expected
+  decoder = priced(DRAFT_MS, "close", **rule)
+  cases.Scheduled(decoder, (7, 7, 0, 0, 0))
+  assert cases.texts(decoder.run(warm)) == expected
 
 
 @needs_devices
@@ -169,7 +193,7 @@ def test_answers_of_another_engine_keep_their_salt():
 
 
 def test_new_draft_and_warm_up_leave_the_cache_alone():
-  decoder = cached()
+  decoder = cached(source_lengths=cases.BUCKETS)
   decoder.warm_up()
   assert memory(decoder).table.end == 0
   first = calls(decoder.run(cases.greedy_requests()))
@@ -182,7 +206,7 @@ def test_new_draft_and_warm_up_leave_the_cache_alone():
 
 def test_prompts_of_a_longer_bucket_are_padded_with_no_token():
   """Else the n-gram cache would know a repeated token 0 from every prompt."""
-  decoder = cached(rows=1)
+  decoder = cached(rows=1, source_lengths=cases.BUCKETS)
   spec, served, buckets = decoder.spec, decoder.served, decoder.config.source_lengths
   settings = sampling.make_settings(1, max_length=decoder.config.target_length)
   rows = []
@@ -223,24 +247,6 @@ def test_answers_of_another_engine_are_drafted_from():
 # --- The cache alone, while the draft rests -----------------------------------------
 
 
-def test_draft_that_does_not_pay_rests_and_the_cache_goes_on():
-  decoder, plain = priced(DEAR_MS), sum(map(len, cases.expected()))
-  decoder.warm_up()
-  with Compilations() as compilations:
-    for _ in range(3):
-      answers = decoder.run(cases.greedy_requests())
-      assert cases.texts(answers) == cases.expected()
-  assert compilations.count == 0
-  assert not decoder.controller.state.num_draft_tokens
-  assert calls(answers) < 0.6 * plain
-  assert all(done.drafted == done.drafted_by_cache for done in answers)
-  # Control: without a price for the cache alone, both rest.
-  silent = priced(DEAR_MS, has_cache_alone=False)
-  for _ in range(3):
-    answers = silent.run(cases.greedy_requests())
-  assert calls(answers) == plain
-
-
 def test_rest_and_memory_continue_from_a_checkpoint():
   one, other = priced(DEAR_MS), priced(DEAR_MS)
   for request in cases.greedy_requests():
@@ -265,7 +271,7 @@ def test_rest_and_memory_continue_from_a_checkpoint():
 @needs_devices
 def test_plain_steps_are_not_scored_for_the_draft_of_an_earlier_request():
   """On a mesh both sources rest."""
-  costs = (table.RoundCosts((1.0, 100.0)),) * 2
+  costs = (table.RoundCosts((1.0, 100.0)),)
   adaptive = AdaptiveConfig(candidates=(0, 3), costs=costs)
   mesh = sharding.make(sharding.PartitionConfig(2, 1))
   decoder = cached(adaptive=adaptive, partitioner=mesh)

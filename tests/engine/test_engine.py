@@ -9,14 +9,11 @@ from compilations import Compilations
 from decoding import harness
 from engine import cases
 
-from osd_jax import base, sharding, testing
+from osd_jax import base, native, sharding, testing
 from osd_jax.base import EOS_ID, StopReason
 from osd_jax.costs.table import RoundCosts
 from osd_jax.engine import engine, steps
-from osd_jax.engine.requests import (
-  AdaptiveConfig,
-  Request,
-)
+from osd_jax.engine.requests import AdaptiveConfig, Request, SamplingConfig
 from osd_jax.models import families
 
 
@@ -30,6 +27,41 @@ def test_outputs_equal_single_plain_decoding_in_request_order(rows):
     ended = done.tokens[-1] == EOS_ID
     assert done.stop_reason == (StopReason.EOS if ended else StopReason.LENGTH)
     assert ended or len(done.tokens) == (limit or cases.LENGTH)
+
+
+def test_rows_that_are_all_greedy_have_a_program_of_their_own(forms, monkeypatch):
+  """Not on a CPU, where branches cost less than compiling twice."""
+  advance, programs = steps.advance, []
+
+  def noted(spec, *arguments):
+    programs.append(spec.all_greedy)
+    return advance(spec, *arguments)
+
+  monkeypatch.setattr(steps, "advance", noted)
+  requests = cases.greedy_requests()
+  assert cases.texts(cases.decoder(2).run(requests)) == cases.expected()
+  assert set(programs) == {not native.forms()}
+  penalty = SamplingConfig(repetition_penalty=1.5)
+  for sampling in (SamplingConfig(temperature=1.0), penalty):
+    programs.clear()
+    others = [dataclasses.replace(one, sampling=sampling) for one in requests[3:6]]
+    mixed = [requests[0], others[0], requests[4], *others[1:]]
+    answers = cases.decoder(2).run(mixed)
+    assert answers[0].tokens.tolist() == cases.expected()[0]
+    assert not any(programs)
+
+
+def test_warm_engine_compiles_nothing_for_greedy_or_sampled_requests(forms):
+  config = cases.config_of(2, target_length=cases.LENGTH + 1)  # not yet compiled
+  target, draft = cases.target_params(), cases.draft_params("close")
+  decoder = engine.Engine(config, cases.TARGET, target, cases.TARGET, draft)
+  decoder.warm_up()
+  sampling = SamplingConfig(temperature=1.0)
+  requests = cases.greedy_requests()
+  requests += [dataclasses.replace(one, sampling=sampling) for one in requests[:3]]
+  with Compilations() as compilations:
+    assert len(decoder.run(requests)) == len(requests)
+  assert compilations.count == 0
 
 
 def test_engine_without_a_draft_gives_the_same_outputs_and_ignores_the_policy():
@@ -135,9 +167,9 @@ def test_short_prompt_is_not_padded_like_a_long_one_in_flight(monkeypatch):
   """The arithmetic of a prefill grows with the length."""
   lengths, prefill = [], steps.prefill
 
-  def noted(spec, served, batch):
+  def noted(spec, served, batch, *caches):
     lengths.append(batch.source.shape[1])
-    return prefill(spec, served, batch)
+    return prefill(spec, served, batch, *caches)
 
   monkeypatch.setattr(steps, "prefill", noted)
   requests, serving = cases.greedy_requests(), cases.decoder(2)

@@ -27,7 +27,7 @@ BUCKETS = (6, 10)
 LIMITS = (None, 1, 7, None, 3, 12)
 PENALTIES = (1.0, 1.0, 1.8, 1.0, 1.0, 1.4)  # more than B requests: rows are reused
 TABLE = RoundCosts((1.0, 1.3, 1.6), chunk_ms=0.3, prefill_ms=0.5)
-POLICY = AdaptiveConfig(candidates=(0, 1, 3), costs=(TABLE,) * 2)
+POLICY = AdaptiveConfig(candidates=(0, 1, 3), costs=(TABLE,))
 CONFIG = DecodingConfig(
   rows=3,
   num_draft_tokens=K,
@@ -43,11 +43,7 @@ FAMILY = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def requests(target):
   sources = testing.random_sources(len(LIMITS), BUCKETS[-1], VOCAB, 0, target.pad_id)
   return [
-    Request(
-      row[keep],
-      SamplingConfig(repetition_penalty=penalty),
-      max_new_tokens=limit,
-    )
+    Request(row[keep], SamplingConfig(repetition_penalty=penalty), max_new_tokens=limit)
     for row, keep, limit, penalty in zip(*sources, LIMITS, PENALTIES, strict=True)
   ]
 
@@ -120,7 +116,7 @@ def test_greedy_output_equals_plain_decoding_with_any_draft(target):
 MIXED = dataclasses.replace(
   TABLE, round_ms=(((TABLE.round_ms,),), (((1.0, 1.1, 1.2),),))
 )
-CACHED = dataclasses.replace(POLICY, costs=(MIXED,) * 2)
+CACHED = dataclasses.replace(POLICY, costs=(MIXED,))
 
 
 @FAMILY
@@ -131,7 +127,7 @@ CACHED = dataclasses.replace(POLICY, costs=(MIXED,) * 2)
 )
 def test_draft_equal_to_the_target_is_fully_accepted_after_pauses(target, changes):
   """Meanwhile the target decodes plainly, or with the n-gram cache alone."""
-  config = dataclasses.replace(CONFIG, **changes)
+  config = dataclasses.replace(CONFIG, source_lengths=BUCKETS[1:], **changes)
   found = run(target, config, cycle=(0, 0, 3, 0, 3))
   assert tokens(found) == expected(target) and accepted_share(found) == 1.0
 
@@ -150,7 +146,7 @@ def light_draft(**left_out):
   """The target as its own draft, served with the given `DraftServing` options."""
   target, params = harness.TARGET, harness.lively_params(harness.TARGET)
   model = harness.lighter(target, **left_out)
-  config = dataclasses.replace(CONFIG, rows=2)
+  config = dataclasses.replace(CONFIG, rows=2, source_lengths=BUCKETS[1:])
   return engine.Engine(config, target, params, model, params)
 
 

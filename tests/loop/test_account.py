@@ -42,6 +42,7 @@ def test_parts_sum_to_the_wall_time():
   assert found.wall == pytest.approx(48.0) == pytest.approx(sum(found.parts.values()))
   assert (found.learning, found.updates, found.skipped) == (20.0, 1, 2)
   assert found.overlapped == pytest.approx(19.65)
+  assert "took 48.0 s: 4.0 s of serving, 30.0 s of compiling;" in found.sentence()
 
 
 def test_table_adds_up_and_puts_learning_below():

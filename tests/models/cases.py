@@ -10,11 +10,7 @@ from models import tiny
 
 from osd_jax import testing
 from osd_jax.models import attached, families
-from osd_jax.models.shapes import (
-  EXACT_SERVING,
-  AttachedConfig,
-  RopeScaling,
-)
+from osd_jax.models.shapes import EXACT_SERVING, AttachedConfig, RopeScaling
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
@@ -28,11 +24,7 @@ LLAMAS = {
   ),
   # The large epsilon makes a difference if it is not passed to every norm.
   "qwen3": dataclasses.replace(
-    LLAMA,
-    query_key_norm=True,
-    norm_epsilon=1e-3,
-    attention_bias=True,
-    output_bias=True,
+    LLAMA, query_key_norm=True, norm_epsilon=1e-3, attention_bias=True, output_bias=True
   ),
   "gemma": tiny.GEMMA,
   # Without a cap on attention logits, the native attention computes its windows.

@@ -258,8 +258,7 @@ def test_missing_head_of_a_tied_t5_1_1_is_the_embedding(tmp_path):
   assert fields["tie_word_embeddings"] and not fields["scale_decoder_outputs"]
   params = hugging_face.load(copied(tmp_path, "t5_1_1", tensors=tensors)).params
   np.testing.assert_array_equal(
-    params["decoder"]["logits_dense"]["kernel"],
-    params["token_embedder"]["embedding"].T,
+    params["decoder"]["logits_dense"]["kernel"], params["token_embedder"]["embedding"].T
   )
 
 

@@ -88,6 +88,52 @@ def test_heads_projection_equals_projection_of_joined_heads(forms, bias):
   assert not np.allclose(module.apply(params, wrong), found, atol=1e-2)
 
 
+def as_on(platform):
+  """Replaces `jax.lax.platform_dependent`, which a CPU lets take its default."""
+  return lambda *args, default, **own: own.get(platform, default)(*args)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("queries", [1, 6])
+def test_code_for_accelerators_multiplies_as_on_a_cpu(monkeypatch, platform, queries):
+  """Products of `queries` columns, and logits of three times as many query heads."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(np.float32))
+  x, kernel, query, keys = (
+    draw(1, queries, 4),
+    draw(4, 7),
+    draw(2, 3, 3, queries, 4),
+    draw(2, 3, 5, 4),
+  )
+  small = layers.quantized(kernel)
+  monkeypatch.setattr(jax.lax, "platform_dependent", as_on(platform))
+  with native.portable(is_split=False):
+    products = [layers.matmul(x, kernel), layers.served_matmul(x, kernel.T)]
+    rounded = layers.int8_matmul(x, small["kernel"], small["scale"])
+    logits = layers.attention_logits(query, keys)
+  for found in products:
+    np.testing.assert_allclose(found, np.asarray(x) @ np.asarray(kernel), rtol=1e-5)
+  np.testing.assert_allclose(rounded, np.asarray(x) @ np.asarray(kernel), atol=0.1)
+  expected = np.einsum("bhgnd,bhtd->bhgnt", query, keys)
+  np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+@pytest.mark.parametrize("queries", [1, 6])
+def test_no_attention_logit_is_rounded_to_bfloat16(monkeypatch, platform, queries):
+  """Or a verification would differ from plain steps, where a few are sums."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  query, keys = 4 * draw(1, 2, 3, queries, 64), 4 * draw(1, 2, 5, 64)
+  monkeypatch.setattr(jax.lax, "platform_dependent", as_on(platform))
+  with native.portable(is_split=False):
+    logits = layers.attention_logits(query, keys)
+  exact = np.einsum("bhgnd,bhtd->bhgnt", *(np.asarray(x, float) for x in (query, keys)))
+  np.testing.assert_allclose(logits, exact, rtol=1e-4, atol=1e-3)
+  rounded = exact.astype(jnp.bfloat16).astype(float)
+  assert np.abs(rounded - exact).max() > 0.1
+
+
 def test_single_query_is_doubled_on_tpus(monkeypatch):
   """On TPUs one query is computed as two; results and several queries do not change."""
   rng, lengths = np.random.default_rng(0), []
@@ -97,10 +143,7 @@ def test_single_query_is_doubled_on_tpus(monkeypatch):
     lengths.append(query.shape[-2])
     return jnp.einsum("bhnd,bhtd,bhtd->bhnd", query, keys, keys)
 
-  def as_on(platform):
-    return lambda *args, default, **own: own.get(platform, default)(*args)
-
-  with native.portable():
+  with native.portable(is_split=False):
     for platform in ("tpu", "cuda"):
       monkeypatch.setattr(jax.lax, "platform_dependent", as_on(platform))
       found = layers.never_alone(attend, jnp.asarray(query), jnp.asarray(keys))

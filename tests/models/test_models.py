@@ -1,5 +1,7 @@
 """Every family and draft form: cached decoding equals teacher forcing."""
 
+import re
+
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -8,9 +10,9 @@ import pytest
 from models import cases
 from models.cases import CLOSE, ROWS, SOURCE, TARGET, Runner
 
-from osd_jax import native
+from osd_jax import base, native
 from osd_jax.base import NO_TOKEN
-from osd_jax.models import families, llama
+from osd_jax.models import families, layers, llama, served
 from osd_jax.models.shapes import DraftServing
 
 EMBEDDING = ("token_embedder", "embedding")
@@ -42,15 +44,31 @@ def test_shifted_inputs_change_the_logits(runner):
   assert np.mean(apart > 0.1) > 0.9
 
 
-def test_code_for_other_backends_decodes_equally(runner, name):
-  with native.portable():
-    portable, _ = Runner(name).feed(4)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_code_for_other_backends_decodes_equally(runner, name, is_split):
+  with native.portable(is_split):
+    portable, _ = Runner(name).feed(3)  # two calls of one program
   np.testing.assert_allclose(portable, runner.forced, **runner.close)
+
+
+def test_target_that_is_kept_with_joined_kernels_scores_equally(runner):
+  """`pairs.load_pair` keeps it so on an accelerator."""
+  copy = flax.traverse_util.flatten_dict(runner.target_params)
+  copy = flax.traverse_util.unflatten_dict(dict(copy))  # `taken` empties it
+  joined = served.taken(copy, "float32", base.Layout.PACKED)
+  assert "query_key_value" in str(jax.tree.structure(joined))
+  model = families.build(runner.shape, kept=base.Layout.PACKED)
+  positions = np.array([[0, 3], [1, 2], [2, 5]], np.int32)
+  arguments = (runner.source, runner.mask, runner.text, positions)
+  expected = cases.score_at(runner.target, runner.target_params, *arguments)
+  with native.portable(is_split=False):
+    found = cases.score_at(model, joined, *arguments)
+  np.testing.assert_allclose(found, expected, **CLOSE)
 
 
 def test_bfloat16_is_close_to_float32(runner, name):
   half = Runner(name, dtype="bfloat16")
-  logits, cache = half.feed(4)
+  logits, cache = half.feed(3)
   assert logits.dtype == np.float32
   assert {x.dtype for x in cache.self_keys + cache.cross_values} == {jnp.bfloat16.dtype}
   apart = np.mean(np.abs(logits - runner.forced))
@@ -61,7 +79,8 @@ def test_rewound_rows_continue_at_their_own_offsets(runner):
   _, cache = runner.feed(1)
   length = np.array([1, 4, 3], np.int32)
   # Entries at and after the length are stale, and never read.
-  stale = np.arange(cache.self_keys[0].shape[2]) >= length[:, None]
+  slots = np.arange(cache.self_keys[0].shape[2])
+  stale = (slots >= length[:, None]) & (slots < cache.slots)
   overwrite = lambda entries: tuple(
     jnp.where(stale[:, None, :, None], 1e3, entry) for entry in entries
   )
@@ -94,7 +113,7 @@ def test_padding_on_either_side_does_not_change_logits(runner, name):
       padded[-1][row, 2 : 2 + len(prompt)] = prompt
   for source in padded:
     np.testing.assert_allclose(runner.score(source), runner.forced, **runner.close)
-    np.testing.assert_allclose(runner.feed(4, source)[0], runner.forced, **runner.close)
+    np.testing.assert_allclose(runner.feed(3, source)[0], runner.forced, **runner.close)
   # Negative control: another prompt changes the scores of every row.
   other = np.where(runner.mask, 3 + (runner.source + 7) % 60, pad).astype(np.int32)
   apart = np.abs(runner.score(other) - runner.forced)
@@ -105,8 +124,8 @@ def test_inputs_without_a_token_stay_zero_in_every_layer(runner, name):
   """The native products skip them. The other rows and positions do not change."""
   is_token = np.ones((ROWS, TARGET), bool)
   is_token[1], is_token[2, 3:] = False, False
-  logits, _ = runner.feed(TARGET, fed=np.where(is_token, runner.fed, NO_TOKEN))
-  whole, _ = runner.feed(TARGET)
+  logits, _ = runner.feed(4, fed=np.where(is_token, runner.fed, NO_TOKEN))
+  whole, _ = runner.feed(4)
   np.testing.assert_allclose(logits[is_token], whole[is_token], rtol=1e-5, atol=1e-5)
   # The logits of zeros are zero, unless a projection adds a bias to each output.
   assert np.any(logits[~is_token]) == (name == "qwen3")
@@ -121,7 +140,7 @@ def test_token_whose_embedding_is_zero_is_a_token(case):
   leaves = flax.traverse_util.flatten_dict(runner.params)
   leaves[table] = leaves[table].at[runner.fed[:, 2]].set(0.0)
   runner.params = flax.traverse_util.unflatten_dict(leaves)
-  found, _ = runner.feed(TARGET)
+  found, _ = runner.feed(4)
   np.testing.assert_allclose(found, runner.score(), **runner.close)
   assert np.all(np.any(found[:, 2] != 0, axis=-1))
 
@@ -194,9 +213,51 @@ def test_chunked_prefill_equals_whole_prefill(name, monkeypatch):
   text = cases.prefill.lower(other.target, *arguments).as_text()
   # Chunks run in a loop, and no tensor has the size of all attention weights.
   assert "while" in text and f"x{SOURCE}x{SOURCE}xf32" not in text
-  by_chunks, kept = other.feed(4)
+  by_chunks, kept = other.feed(3)
   np.testing.assert_allclose(by_chunks, whole, **other.close)
   np.testing.assert_array_equal(kept.cross_mask, cache.cross_mask)
+
+
+@pytest.mark.parametrize("name", [*cases.LLAMAS, "reads the tokens of llama"])
+def test_chunks_fill_the_cache_like_prefill(name):
+  """The last chunk overlaps; the control leaves the second one out."""
+  runner, room = Runner(name), TARGET + cases.ROOM
+  model, served = runner.target, runner.target.prepare(runner.target_params)
+  prompts = runner.source, runner.mask
+  whole = cases.prefill(model, served, *prompts, room)
+  extend = jax.jit(model.extend, static_argnums=5)
+
+  def differences(starts):
+    cache = jax.tree.map(jnp.zeros_like, whole)
+    for start in starts:
+      cache = extend(served, *prompts, cache, np.int32(start), 3)
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(cache), strict=True)
+    return [np.max(np.abs(np.subtract(*map(np.float32, pair)))) for pair in pairs]
+
+  assert max(differences([0, 3, SOURCE - 3])) < 1e-5
+  assert max(differences([0, SOURCE - 3])) > 0.1
+
+
+@pytest.mark.parametrize("name", [*cases.T5S, "t5gemma", "gemma"])
+def test_queries_in_blocks_attend_like_all_at_once(name, monkeypatch):
+  """This covers the last block, which overlaps, and in Gemma the scores of a text."""
+
+  def has_all_weights(runner):
+    served = runner.target.prepare(runner.target_params)
+    arguments = (served, runner.source, runner.mask, 13)
+    text = cases.prefill.lower(runner.target, *arguments).as_text()
+    # A mask has one head.
+    return bool(re.search(rf"x[2-9]x{SOURCE}x{SOURCE}xf32", text))
+
+  whole = Runner(name)
+  logits, forced = whole.feed(4)[0], whole.forced
+  assert has_all_weights(whole)
+  monkeypatch.setattr(layers, "BLOCK", 3)
+  # Another `embedding_std` gives another model, so the new BLOCK is traced.
+  other = Runner(name, embedding_std=2.0)
+  assert not has_all_weights(other)
+  np.testing.assert_allclose(other.feed(4)[0], logits, **CLOSE)
+  np.testing.assert_allclose(other.forced, forced, **CLOSE)
 
 
 @pytest.mark.parametrize("case", cases.ALONE)

@@ -13,7 +13,7 @@ import safetensors.flax
 from models import tiny
 
 from osd_jax import base, testing
-from osd_jax.models import families, shapes, weights
+from osd_jax.models import families, shapes, tensors, weights
 
 CONFIG = shapes.T5Config(
   vocab_size=11,
@@ -53,6 +53,19 @@ def test_float32_round_trip_is_exact(saved, tmp_path):
   for field in ("config", "vocabulary", "notes"):
     assert getattr(loaded, field) == getattr(saved, field)
   assert loaded.model is saved.model  # so jitted functions are not compiled again
+
+
+@pytest.mark.parametrize(
+  "config",
+  [
+    shapes.T5Config(num_encoder_layers=2, num_decoder_layers=5, tied_head=False),
+    shapes.LlamaConfig(num_layers=12, state_layer=7, windows=(4, 0)),
+    shapes.T5GemmaConfig(num_encoder_layers=3, num_layers=2),
+  ],
+)
+def test_expected_shapes_are_those_of_all_layers(config):
+  whole = jax.eval_shape(families.build(config).init, jax.random.key(0))
+  assert weights.expected_shapes(config) == tensors.shapes(whole)
 
 
 def test_saved_file_permissions_follow_the_umask(saved, tmp_path):
@@ -131,7 +144,7 @@ def test_file_of_another_kind_is_refused_with_a_remedy(tmp_path, content):
     weights.load(path)
   assert str(path) in str(caught.value)
   path.unlink()
-  with pytest.raises(base.InputError, match=r"cannot read .*x\.saf.*check the path"):
+  with pytest.raises(base.InputError, match=r"x\.saf\S* is not a file; check the path"):
     weights.load(path)
 
 
@@ -156,10 +169,7 @@ def with_value(value):
 
 
 HEADERS = {
-  "another format": (
-    {"format": "pt"},
-    "has format 'pt'.*their config.json",
-  ),
+  "another format": ({"format": "pt"}, "has format 'pt'.*their config.json"),
   "unknown field": ({"config": '{"color": 3}'}, "color"),
   "invalid field": ({"config": '{"width": 0}'}, "T5Config.width"),
   "no JSON": ({"config": "{"}, "config in the header"),

@@ -77,13 +77,13 @@ def test_query_that_may_attend_to_nothing_gets_zeros(library):
   np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_nan_propagates_only_from_unmasked_positions(
-  library,
-):
+def test_nan_propagates_only_from_unmasked_positions(library):
   shape = (2, 1, 2, 20, 8)
   query, keys, values = arguments(shape)
   bias = bias_of(shape, "B", 12)
   keys[0, 0, 15] = values[0, 0, 16] = np.nan
+  keys[:, 0, 5] = values[:, 0, 6] = np.nan  # between others
+  bias[..., 5:7] = -1e9
   finite = np.asarray(library.attention(query, keys, values, bias))
   assert np.all(np.isfinite(finite))
   query[1, 0, 3] = np.nan

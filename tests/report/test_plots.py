@@ -56,6 +56,19 @@ def test_same_rows_give_the_same_files_and_ids_differ_between_plots(tmp_path):
   assert used[0] and not used[0] & used[1]
 
 
+def test_dots_of_a_short_run_are_larger():
+  short, long = (overlap(synthetic_run.rows(count)) for count in (40, 400))
+  sizes = [
+    [
+      line.get_markersize()
+      for line in figure.axes[0].get_lines()
+      if line.get_marker() == "."
+    ]
+    for figure in (short, long)
+  ]
+  assert min(sizes[0]) >= 2 * max(sizes[1])
+
+
 def test_overlap_plot_shows_trailing_means_and_shifts():
   rows = synthetic_run.rows(120)
   axes = overlap(rows).axes[0]

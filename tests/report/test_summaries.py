@@ -1,6 +1,7 @@
 """Summaries of a run: tables and sentences, redrawn reports, compared runs."""
 
 import dataclasses
+import html
 import io
 import json
 import sys
@@ -237,8 +238,9 @@ def test_missing_plots_are_explained_on_the_console_and_the_page(tmp_path, monke
   monkeypatch.setitem(sys.modules, "matplotlib", None)
   console = rich.console.Console(file=io.StringIO(), width=200)
   report = page.conclude(logged(tmp_path / "run", requests()), console)
-  for shown in (console.file.getvalue(), report.read_text(encoding="utf-8")):
-    assert "pip install osd-jax[plots]" in shown
+  shown_page = html.unescape(report.read_text(encoding="utf-8"))
+  for shown in (console.file.getvalue(), shown_page):
+    assert 'pip install "osd_jax[plots]"' in shown
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Checkpoints are bit-exact and atomic; a step that cannot be used is skipped."""
 
+import asyncio
 import errno
+import gc
 import os
 import shutil
 import signal
@@ -17,8 +19,11 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+from models import tiny
 
-from osd_jax import background, runs
+from osd_jax import background, base, runs, testing
+from osd_jax.models import families, served
+from osd_jax.runs import checkpoint
 
 
 @flax.struct.dataclass
@@ -134,6 +139,22 @@ def test_fingerprint_changes_with_the_weights():
   assert own == runs.fingerprint(jax.tree.map(jnp.asarray, params))
   for change in ({"a": params["a"] * 2}, {"b": params["b"] + 1}):
     assert runs.fingerprint(params | change) != own
+
+
+@pytest.mark.parametrize("shape", [testing.TINY_LLAMA, testing.TINY_T5])
+def test_fingerprint_is_that_of_the_target_in_every_layout(shape):
+  """Runs go on on another device, which stores the same target in another way."""
+  first, other = (
+    {
+      layout: runs.fingerprint(served.taken(tiny.random_params(model, seed), *more))
+      for layout in (base.Layout.TRAINED, base.Layout.SERVED, base.Layout.PACKED)
+      for more in [("float32", layout)]
+    }
+    for model in [families.build(shape)]
+    for seed in (0, 1)
+  )
+  assert len(set(first.values())) == len(set(other.values())) == 1
+  assert first[base.Layout.PACKED] != other[base.Layout.PACKED]
 
 
 def test_checkpoint_of_another_version_is_refused_and_not_set_aside(tmp_path):
@@ -265,7 +286,7 @@ def test_unsupported_values_are_refused_by_name(tmp_path, arrays, words):
 _SAVE_FOREVER = """
 import sys
 import numpy as np
-from osd_jax import background, runs
+from osd_jax import runs
 with runs.Checkpointer(sys.argv[1]) as writer:
   for step in range(1, 10_000):
     writer.save(step, {"x": np.full((128, 128), step, np.int32)}, {"step": step})
@@ -439,6 +460,20 @@ def test_failed_write_and_failed_read_print_one_line_each(tmp_path):
   assert "step 3 cannot be written" in wrote and "File too large" in wrote
   assert "good one is step 2" in wrote
   assert "step 2 " in read and "continuing from step 1" in read
+
+
+@pytest.mark.parametrize("file, count", [("orbax/arrays.py", 0), ("own.py", 1)])
+def test_only_orbax_tasks_that_nobody_awaited_are_not_reported(file, count, caplog):
+  """Such a task reports its error when it is freed, often after the failure."""
+  names = {}
+  exec(compile("async def fail(): raise OSError('cut short')", file, "exec"), names)
+  with pytest.raises(OSError, match="first"), checkpoint._without_echoes():
+    raise OSError("first")
+  loop = asyncio.new_event_loop()
+  loop.run_until_complete(asyncio.wait([loop.create_task(names["fail"]())]))
+  loop.close()
+  gc.collect()
+  assert len([record for record in caplog.records if record.name == "asyncio"]) == count
 
 
 @pytest.mark.usefixtures("priorities")

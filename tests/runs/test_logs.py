@@ -227,7 +227,7 @@ def test_missing_tensorboardx_error_names_the_extra(tmp_path):
     "except ImportError as error: print(error)"
   )
   out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-  assert "pip install osd-jax[log]" in out.stdout, out.stderr
+  assert 'pip install "osd_jax[log]"' in out.stdout, out.stderr
 
 
 def test_tracker_without_the_interface_is_refused_before_any_file(tmp_path):

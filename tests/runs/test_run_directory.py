@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 from osd_jax import base
-from osd_jax.runs import (
-  Checkpointer,
-  MetricsLog,
-  RunDirectory,
-  RunResult,
-  directory,
-)
+from osd_jax.runs import Checkpointer, MetricsLog, RunDirectory, RunResult, directory
 
 TEXT = "# made by a test\nonline.seed = 3\n"
 

@@ -83,12 +83,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(
-  pair: Any,
-  directory: Path | None = None,
-  token: str = "",
-  **changes: Any,
-):
+def running(pair: Any, directory: Path | None = None, token: str = "", **changes: Any):
   """Runs a server; its ports and threads are gone after the block."""
   config = ServeConfig(
     pair=pair, decoding=DECODING, learning=QUICK, shutdown_seconds=20.0

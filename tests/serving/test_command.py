@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -115,15 +114,3 @@ def test_sigterm_finishes_answers_and_saves_and_a_second_one_ends_at_once(
       time.sleep(0.05)
     # The second signal may arrive after the end.
     assert process.wait(10) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
-
-
-@pytest.mark.slow
-def test_missing_extra_is_named(tmp_path):
-  (tmp_path / "uvicorn.py").write_text("raise ImportError('none', name='uvicorn')")
-  result = subprocess.run(
-    [sys.executable, "-c", PROGRAM, "serve"],
-    env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin"},
-    capture_output=True,
-    text=True,
-  )
-  assert result.returncode == 2 and "pip install 'osd-jax[serve]'" in result.stderr

@@ -94,6 +94,8 @@ def test_restarted_server_goes_on_with_its_draft_and_its_logs(pair, tmp_path):
   assert len(compared) == 6 and all(one["equal"] == 1 for one in compared)
   assert "saved_seconds" in requests[-1]
   assert {row["kind"] for row in rows} >= {"start", "update", "summary"}
+  (event,) = (row for row in rows if row["kind"] == "event")
+  assert event["name"] == "shared" and "Up to 2 requests" in event["text"]
 
 
 def test_answer_is_on_disk_before_its_client_has_it(pair, tmp_path, monkeypatch):

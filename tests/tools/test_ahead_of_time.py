@@ -54,6 +54,7 @@ def test_every_program_of_a_run_is_compiled_and_counted(
   found = {row["program"]: row for row in rows_of(compiled, "program")}
   drafted = tiny_online.config(lively_pair, tmp_path).decoding.num_draft_tokens
   expected = ["prefill", "insertion", f"round, K = {drafted}", "read", "plain step"]
+  expected += [f"sampled round, K = {drafted}"]
   expected += ["draft step", f"verification of {drafted + 1} tokens", "swap"]
   assert set(expected + ["append", "draw", "slice"]) == set(found)
   assert all(row["compile_s"] > 0 and row["kernels"] > 0 for row in found.values())
@@ -129,7 +130,10 @@ def test_flops_count_loop_iterations_and_the_largest_branch():
 
 
 def test_roofline_is_the_largest_bound():
-  chip = chips.Chip(memory=1, bandwidth=100.0, flops=1000.0, link=10.0, launch=0.5)
+  chip = chips.Chip(
+    memory=1, bandwidth=100.0, flops=1000.0, link=10.0, launch=0.5, clock=7
+  )
+  assert chip.cycles_to_read(200) == 14
   assert chip.least_seconds(read=200, flops=100) == 2
   assert chip.least_seconds(read=200, flops=5000) == 5
   assert chip.least_seconds(read=200, flops=100, kernels=8) == 4
@@ -165,6 +169,8 @@ def test_weights_and_caches_are_sharded_and_rounds_communicate_only_sums(
   whole, split = one.memory(), two.memory()
   assert split["target, as loaded"] < 0.6 * whole["target, as loaded"]
   assert split["caches and rows"] < 0.75 * whole["caches and rows"]
+  # A mesh serves the trained kernels themselves.
+  assert whole["target, copies for steps"] == split["target, copies for steps"] == 0
   # A small draft is replicated.
   assert split["draft, as loaded"] == pytest.approx(whole["draft, as loaded"])
   drafted = four.run.decoding.num_draft_tokens
@@ -186,7 +192,7 @@ def test_published_model_names_need_no_weights(tmp_path):
   kernel = made.target_params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
   served = made.served.target["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
   assert kernel.dtype == jax.numpy.bfloat16 and served.dtype == jax.numpy.bfloat16
-  # `osd compile` serves kernels in the trained layout, so no copy takes memory.
+  # They are loaded as they are served, so no copy takes memory.
   assert served.shape == kernel.shape
   assert made.memory()["target, copies for steps"] == 0
 
@@ -267,7 +273,7 @@ def test_programs_that_a_compiler_refuses_are_named(
   found = ahead_of_time.run(compile_config(lively_pair, tmp_path))
   refused = {row["program"]: row["text"] for row in rows_of(found, "refused")}
   names = [row["program"] for row in rows_of(found, "program")]
-  assert len(refused) == 2 and len(names) == 9 and not set(names) & set(refused)
+  assert len(refused) == 2 and len(names) == 10 and not set(names) & set(refused)
   for name, text in refused.items():
     assert re.fullmatch(f"{name} .*{said}", text)
     assert text in (found.path / "report.html").read_text()
@@ -310,3 +316,26 @@ def test_target_returns_the_state_layer_of_the_pair():
   assert target.last_state_layer == 8
   with pytest.raises(base.InputError, match=r"PairConfig\.state_layer: received 99"):
     plan._shapes(dataclasses.replace(pair, state_layer=99), 0)
+
+
+def test_mixture_with_an_n_gram_cache_is_compiled(tmp_path):
+  pair = pairs.PairConfig(target="nowhere/flan-t5-small", draft="attached")
+  config = compile_config(pair, tmp_path, learn=False)
+  costs = (RoundCosts((1.0, 1.2, 1.4)),)
+  decoding = dataclasses.replace(
+    config.run.decoding,
+    cache_tokens=256,
+    num_draft_tokens=2,
+    adaptive=AdaptiveConfig((0, 1, 2), costs),
+  )
+  run = dataclasses.replace(config.run, decoding=decoding)
+  made = plan.Plan(run, chips.Topology("cpu:1"), layers=1)
+  # As in an engine, rounds choose how much to draft, in a loop.
+  assert made.spec.widths == made.spec.drafter.widths == (1, 2)
+  listed = programs.programs(made)
+  assert [name for name in listed if name.startswith("round")] == ["round, K = 2"]
+  for name in ("round, K = 2", "draft step", "catch up"):
+    assert programs.compiled(made, listed[name]).kernels
+  # A sampled round does more than a greedy one.
+  sampled = programs.compiled(made, listed["sampled round, K = 2"])
+  assert sampled.kernels > programs.compiled(made, listed["round, K = 2"]).kernels

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tiny_pair
+import tokenizers
 from models import tiny
 
 from osd_jax import base, convert, pairs, testing
@@ -264,6 +265,8 @@ def with_fields(fields, renamed=()):
       {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False},
       False,
     ),
+    ("qwen2", {"tokenizer.ggml.pre": "tekken"}, True),
+    ("qwen2", {"tokenizer.ggml.pre": "smollm"}, False),
     ("qwen2", {"tokenizer.ggml.add_bos_token": True}, True),
     ("qwen2", {}, False),
     ("llama", {}, True),
@@ -277,6 +280,49 @@ def test_texts_begin_as_in_llama_cpp(tmp_path, kind, fields, begins):
   found = Vocabulary.load(path)
   assert found.prefix == ((first,) if begins else ())
   assert (found.encode_prompt("he")[0] == first) == begins
+
+
+# Words of "I'LL pay 1234 kr.\n\n  Tom's x=5", by the rules of their tokenizers.
+WORDS = {
+  "qwen2": "I|'LL| pay| |1|2|3|4| kr|.\n\n| | Tom|'s| x|=|5",
+  "llama-bpe": "I|'LL| pay| |123|4| kr|.\n\n| | Tom|'s| x|=|5",
+  "smaug-bpe": "I|'LL| pay| |123|4| kr|.\n\n| | Tom|'s| x|=|5",
+  "smollm": "I|'|LL| pay| |1|2|3|4| kr|.|\n\n | Tom|'s| x|=|5",
+  "gpt-2": "I|'|LL| pay| 1234| kr|.|\n\n | Tom|'s| x|=|5",
+  "tekken": "I|'LL| pay| |1|2|3|4| kr|.\n\n| | Tom|'s| x|=|5",
+  "gpt-4o": "I'LL| pay| |123|4| kr|.\n\n| | Tom's| x|=|5",
+  "deepseek-v3": "I|'LL| pay| |123|4| kr|.\n\n| | Tom|'s| x|=|5",
+  "deepseek-coder": "I|'|LL| pay| |1|2|3|4| kr|.|\n|\n| | Tom|'|s| x|=|5",
+  "seed-coder": "I|'LL| pay| |1|2|3|4| kr|.|\n\n| | Tom|'s| x|=|5",
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_texts_are_split_by_the_named_rule(name):
+  text = "I'LL pay 1234 kr.\n\n  Tom's x=5"
+  words = reader._splitter(reader._RULES[name]).pre_tokenize_str(text)
+  assert [text[start:end] for _, (start, end) in words] == WORDS[name].split("|")
+
+
+def test_every_rule_has_an_example():
+  assert {id(rule) for rule in reader._RULES.values()} == {
+    id(reader._RULES[one]) for one in WORDS
+  }
+
+
+def test_rules_that_the_tokenizers_library_has_split_alike():
+  """A property of any text; the words of Qwen 2 are the negative control."""
+  parts = tokenizers.pre_tokenizers
+  whole = parts.ByteLevel(add_prefix_space=False)
+  digits = parts.Sequence([parts.Digits(individual_digits=True), whole])
+  rng = np.random.default_rng(0)
+  letters = list("aZé' \n\t19½_.!中ー'sll")
+  texts = ["".join(rng.choice(letters, 30)) for _ in range(300)]
+  ours = {name: reader._splitter(rule) for name, rule in reader._RULES.items()}
+  for theirs, name in ((whole, "gpt-2"), (digits, "smollm")):
+    expected = [theirs.pre_tokenize_str(text) for text in texts]
+    assert [ours[name].pre_tokenize_str(text) for text in texts] == expected
+    assert [ours["qwen2"].pre_tokenize_str(text) for text in texts] != expected
 
 
 @pytest.mark.parametrize("name", reader._ENDS)
@@ -385,5 +431,5 @@ def test_file_that_shrinks_later_is_refused(tmp_path):
 def test_missing_package_is_named(tmp_path, monkeypatch):
   write(tmp_path / "model.gguf", "qwen2")
   monkeypatch.setitem(sys.modules, "gguf", None)
-  with pytest.raises(base.MissingExtraError, match=r"osd-jax\[gguf\]"):
+  with pytest.raises(base.MissingExtraError, match=r"osd_jax\[gguf\]"):
     hugging_face.shape_of(tmp_path / "model.gguf")

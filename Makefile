@@ -26,7 +26,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Silences mkdocs-material's notice about another generator at every build.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help install demo demo-independent docs site fork figures test test-unit test-quick test-slow \
+.PHONY: help install demo demo-independent docs site fork figures test test-unit test-quick test-slow test-release \
   durations test-hf test-aot test-versions lint style types format bench clean
 
 help: ## show this list
@@ -90,20 +90,23 @@ test: style ## lint, and the fast tests of single parts
 	$(MAKE) --no-print-directory -j 2 types test-quick
 
 test-quick: $(STAMP)
-	$(PYTEST) -m "not slow and not hf and not aot" --suite=quick
+	$(PYTEST) -m "not slow and not release and not hf and not aot" --suite=quick
 
 test-slow: $(STAMP) ## tests of whole runs, several processes and the docs
-	$(PYTEST) -m "slow and not hf and not aot" --suite=slow
+	$(PYTEST) -m "slow and not release and not hf and not aot" --suite=slow
+
+test-release: $(STAMP) ## the longest tests of whole runs, which CI leaves out
+	$(PYTEST) -m "release" --suite=release
 
 # The files whose tests take at most 3 s together. They need no tensorflow and no ray.
 UNIT = $(shell awk -F, '$$1 == "quick" && $$3 <= 3 { print $$2 }' tests/durations.csv)
 
 test-unit: $(or $(wildcard $(STAMP)),$(STAMP_UNIT)) ## the test files that take seconds: a minute
-	$(PYTEST) -m "not slow and not hf and not aot" $(UNIT)
+	$(PYTEST) -m "not slow and not release and not hf and not aot" $(UNIT)
 
 durations: ## store the seconds that the last run of each suite measured
 	@mkdir -p runs
-	{ echo suite,file,seconds; for suite in aot hf quick slow; do \
+	{ echo suite,file,seconds; for suite in aot hf quick release slow; do \
 	  cat runs/durations/$$suite.csv 2>/dev/null || grep "^$$suite," tests/durations.csv || true; \
 	done; } > runs/durations.csv
 	mv runs/durations.csv tests/durations.csv

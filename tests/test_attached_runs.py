@@ -124,6 +124,7 @@ def with_prompts_in_chunks(config):
   return dataclasses.replace(config, decoding=decoding)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
   "family, mode",
   [
@@ -142,6 +143,7 @@ def test_other_ways_to_serve_change_no_output(family, mode, pair, plain, tmp_pat
   assert np.mean(overlaps[-8:]) > np.mean(overlaps[:8])
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("family", ["t5"], indirect=True)
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 def test_long_warm_start_does_not_deadlock_on_a_mesh(pair):

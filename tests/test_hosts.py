@@ -152,6 +152,7 @@ def test_two_processes_give_the_outputs_and_updates_of_one(
     np.testing.assert_allclose(tensor, two[name], atol=1e-4)
 
 
+@pytest.mark.release
 def test_other_commands_in_two_processes_match_one(tmp_path):
   """Pretraining, distillation, evaluation and certificate give equal results."""
   folders = {count: tmp_path / str(count) for count in (1, 2)}

@@ -52,6 +52,7 @@ def test_run_continues_on_another_mesh(alone, pair, family, tmp_path):
   np.testing.assert_allclose(updates, alone[1], atol=1e-4)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("family", ["t5"], indirect=True)
 def test_adaptive_k_with_split_weights_matches_one_device(alone, pair, tmp_path):
   """With these costs it drafts at first and decodes plainly later."""

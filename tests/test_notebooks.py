@@ -202,7 +202,7 @@ def test_only_a_target_learns_a_draft_from_nothing(repository, execute, tmp_path
   assert "Warning" not in kernel.text()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_own_data_and_weights_run_and_convert(repository, execute, tmp_path):
   ask = "[result.exact, len(requests), data['tasks'], answer.text, last]"
   kernel = execute(smaller(repository, "own_data_and_weights", ask))
@@ -214,7 +214,7 @@ def test_own_data_and_weights_run_and_convert(repository, execute, tmp_path):
   assert "Warning" not in kernel.text()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_decoder_only_pair_improves_during_serving(repository, execute):
   ask = "[counts, server.statistics.updates, len(alone)]"
   kernel = execute(smaller(repository, "decoder_only_pair", ask))
@@ -225,7 +225,7 @@ def test_decoder_only_pair_improves_during_serving(repository, execute):
   assert "Warning" not in kernel.text()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_paper_figure_shows_a_gain_over_the_static_draft(repository, execute):
   kernel = execute(smaller(repository, "paper_figure", "[means, result.exact]"))
   means, exact = answer(kernel)

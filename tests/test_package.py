@@ -280,7 +280,7 @@ def test_error_of_osd_serve_names_the_command_that_adds_its_extra(
   assert "SELECT AVG(price)" in answer["choices"][0]["text"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_container_installs_the_package_and_its_extras(
   environment: dict[str, str], repository: pathlib.Path, tmp_path: pathlib.Path
 ):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import xla_flags
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 # Programs need none of these; without torch, they skip their rivals.
 START = """

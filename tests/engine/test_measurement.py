@@ -182,7 +182,7 @@ def test_cost_schedule_without_measured_costs_is_refused(pair, tmp_path):
     dataclasses.replace(worth_config(pair, tmp_path), measure_costs=False)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 def test_every_k_is_measured_on_a_mesh(pair, tmp_path):
   config = tiny_online.config(pair, tmp_path, rows=2)

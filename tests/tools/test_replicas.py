@@ -188,7 +188,7 @@ def test_killing_a_replica_changes_no_output(pair, alone, tmp_path):
   assert max(row["draft_version"] for row in rows) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_interrupted_run_continues_with_fewer_and_without_replicas(
   pair, alone, tmp_path, inline, hasty_gate
 ):

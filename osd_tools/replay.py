@@ -189,16 +189,18 @@ def learned(
   seen: Iterable[base.DistillationBatch] = (),
   costs: Costs | None = None,
   on_answer: Callable[[float, Learner], object] = lambda overlap, learner: None,
+  is_guarded: bool = True,
 ) -> Course:
   """Replays a draft that learns from every greedy answer; the pair does not change.
 
   The answers have records and are read one by one; the rows in `seen` fill the buffer
   first. `costs` are for a schedule that needs them. `on_answer` is called after each
   answer with the overlap of the serving draft and the learner, whose `decision` it may
-  take.
+  take. Without `is_guarded` the newest draft is asked, even if a run would refuse it.
   """
   learning = dataclasses.replace(learning, free_updates=False)
   draft, learner = pair.draft, None
+  _, frozen_part = draft.split(pair.draft_params)
   overlaps, rights, bins, slices = [], [], [], []
   for answer in answers:
     if learner is None:
@@ -208,7 +210,10 @@ def learned(
       learner.seed(seen)
       learner.costs = costs
     score = functools.partial(_overlap, draft, answer, num_draft_tokens)
-    figures = jax.device_get(_score(draft, learner.serving, answer, num_draft_tokens))
+    serving = learner.serving
+    if not is_guarded:
+      serving = draft.join(learner.runner.learner.served, frozen_part)
+    figures = jax.device_get(_score(draft, serving, answer, num_draft_tokens))
     overlap, right = float(figures[0][0]), figures[1][0, :, : _length(answer)]
     bins.append(figures[2][0, :, : _length(answer)])
     rivals = {name: score(params) for name, params in learner.rivals.items()}

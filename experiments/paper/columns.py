@@ -35,13 +35,13 @@ PUBLISHED = LearningConfig(
   ),
   schedule=ScheduleConfig(update_interval=8, much_to_gain=0.0),
 )
-# One slice for every request, half of its rows replayed.
+# One slice for every other request, half of its rows replayed.
 OURS = LearningConfig(
   buffer=BufferConfig(capacity=512, recency_half_life=200.0),
   update=UpdateConfig(
     optimizer=OptimizerConfig(learning_rate=4e-4),
     loss=LossConfig("forward_kl", num_positions=16, num_tokens=512, num_negatives=256),
-    steps_per_update=8,
+    steps_per_update=4,
     num_new=4,
     num_replay=4,
     length_multiple=32,
@@ -59,7 +59,7 @@ class Study:
     settings: what its cells have in common.
     pair: its draft was distilled on generic chats alone.
     warm: answers that a static draft is distilled on.
-    online: answers of the stream.
+    phases: answers of the stream, those of one phase before those of the next.
     held_out: answers to generic chats that nothing learns from.
     steps: of the distillation of a static draft.
     drafts: folder of distilled drafts.
@@ -68,7 +68,7 @@ class Study:
   settings: dict[str, Any]
   pair: pairs.Pair
   warm: base.DistillationBatch
-  online: base.DistillationBatch
+  phases: tuple[base.DistillationBatch, ...]
   held_out: base.DistillationBatch
   steps: int
   drafts: pathlib.Path
@@ -131,11 +131,15 @@ class Columns:
   """The systems on one stream; those that others build on are computed once."""
 
   def __init__(self, study: Study, seed: int):
-    """`seed` gives the order of the answers and seeds the learner."""
-    self._study, self._seed = study, seed
+    """`seed` gives the order of the answers of a phase, and seeds the learner."""
+    self.study, self._seed = study, seed
     self._pair = study.pair
-    order = np.random.default_rng([seed, 11]).permutation(len(study.online.weight))
-    self.answers = [row(study.online, int(place)) for place in order]
+    rng = np.random.default_rng([seed, 11])
+    self.answers = [
+      row(phase, int(place))
+      for phase in study.phases
+      for place in rng.permutation(len(phase.weight))
+    ]
     self._results: dict[str, Result] = {}
 
   def result(self, name: str) -> Result:
@@ -154,7 +158,7 @@ class Columns:
 
   def static(self) -> Result:
     """Distilled on the answers before the stream, then frozen."""
-    study = self._study
+    study = self.study
     path = study.drafts / "static.safetensors"
     params = distilled(
       self._pair, self._pair.draft_params, study.warm, study.steps, path
@@ -163,29 +167,47 @@ class Columns:
 
   def offline(self) -> Result:
     """Distilled on the first three quarters of the stream; counts on the last one."""
-    seen = self.answers[: len(self.answers) * 3 // 4]
+    return self._offline("offline", self.answers[: len(self.answers) * 3 // 4])
+
+  def offline_on_all(self) -> Result:
+    """Distilled on the whole stream that it is asked about: out of reach for others."""
+    return self._offline("offline_on_all", self.answers)
+
+  def _offline(self, name: str, seen: list[base.DistillationBatch]) -> Result:
     rows = jax.tree.map(lambda *leaves: np.concatenate(leaves), *seen)
-    path = self._study.drafts / f"offline_{self._seed}.safetensors"
+    path = self.study.drafts / f"{name}_{self._seed}.safetensors"
     # As many rows as a draft that learns from these answers trains on.
-    per_slice = OURS.update.num_new + OURS.update.num_replay
-    steps = max(len(seen) * per_slice // STEP_ROWS, self._study.steps)
+    slices = len(seen) * OURS.update.steps_per_update // OURS.schedule.update_interval
+    trained = slices * (OURS.update.num_new + OURS.update.num_replay)
+    steps = max(trained // STEP_ROWS, self.study.steps)
     params = distilled(self._pair, self._pair.draft_params, rows, steps, path)
     return self._frozen(params)
 
-  def learned(self, learning: LearningConfig) -> Result:
-    """A draft that learns from the stream."""
+  def learning(self, config: LearningConfig) -> LearningConfig:
+    """Returns a config for this pair's draft and the seed of these columns."""
+    optimizer = dataclasses.replace(
+      config.update.optimizer, query_multiplier=query_multiplier(self._pair)
+    )
+    update = dataclasses.replace(config.update, optimizer=optimizer)
+    return dataclasses.replace(config, update=update, seed=self._seed)
+
+  def learned(self, config: LearningConfig, is_guarded: bool = True) -> Result:
+    """A draft that learns from the stream; see `replay.learned` for `is_guarded`."""
     newest: list[Learner] = []
 
     def note(overlap: float, learner: Learner) -> None:
       del overlap
       newest[:] = [learner]
 
-    optimizer = dataclasses.replace(
-      learning.update.optimizer, query_multiplier=query_multiplier(self._pair)
+    learning = self.learning(config)
+    course = replay.learned(
+      self._pair,
+      self.answers,
+      learning,
+      DRAFTED,
+      on_answer=note,
+      is_guarded=is_guarded,
     )
-    update = dataclasses.replace(learning.update, optimizer=optimizer)
-    learning = dataclasses.replace(learning, update=update, seed=self._seed)
-    course = replay.learned(self._pair, self.answers, learning, DRAFTED, on_answer=note)
     return Result(course, newest[0].serving)
 
   def cache(self) -> Result:
@@ -202,9 +224,10 @@ class Columns:
 COLUMNS: Mapping[str, Callable[[Columns], Result]] = {
   "generic": Columns.generic,
   "static": Columns.static,
-  "as published": lambda columns: columns.learned(PUBLISHED),
+  "as published": lambda columns: columns.learned(PUBLISHED, is_guarded=False),
   "ours": lambda columns: columns.learned(OURS),
   "offline": Columns.offline,
+  "offline on all": Columns.offline_on_all,
   "cache": Columns.cache,
   "cache + generic": lambda columns: columns.mixed("generic"),
   "cache + static": lambda columns: columns.mixed("static"),

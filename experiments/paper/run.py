@@ -5,19 +5,22 @@ Every system meets the same greedy answers of the target in the same order, see
 
     generic          it never learns
     static           distilled on the answers before the stream, then frozen
-    as published     learns as the paper's scripts do
+    as published     learns as the paper's scripts do; every new draft serves
     ours             learns with replay, from all positions
     offline          distilled on the first three quarters of the stream
+    offline on all   distilled on the whole stream
     cache            the n-gram cache, no draft
     cache + ...      both
 
-record.py records the answers first. A cell is one system on one set with one seed, in
-blocks of 40 requests. It is appended to `--out` when it is finished, and the same
-command skips what is there.
+A stream is one set, or all four: one after another ("shift"), or in a random order
+("mixture"). Figures of one set are about the last quarter of its stream, those of four
+about the whole one. record.py records the answers first. A cell is one system on one
+stream with one seed, in blocks of 40 requests. It is appended to `--out` when it is
+finished, and the same command skips what is there.
 
   python experiments/paper/run.py --target FOLDER [--sets spider gsm8k] [--warm 800]
       [--online 4000] [--seeds 3] [--columns static ours] [--draft independent]
-      [--out FILE]
+      [--out FILE] [--sets shift mixture]
   python experiments/paper/run.py --quick   # the demo's target and SQL topic, minutes
   python experiments/paper/run.py --table   # prints the cells, measures nothing
 """
@@ -58,6 +61,7 @@ KEY = (*SETTINGS, "column", "seed")
 BLOCK = 40  # requests
 SAMPLES = 2000  # of the bootstrap
 FEWEST = 6  # blocks that it needs
+STREAMS = ("shift", "mixture")  # of all sets
 LATE = 4  # one part of this many, the last one, is where a stream has adapted
 NEAR = 0.9  # share of the offline draft's acceptance
 Cell = dict[str, Any]
@@ -128,8 +132,10 @@ def per_call(parts: np.ndarray) -> float:
 
 
 def last(one: Cell) -> np.ndarray:
-  """Returns the blocks of the end of a stream."""
+  """Returns the blocks of the end of a stream, all of one with several sets."""
   parts = np.asarray(one["blocks"])
+  if one["set"] in STREAMS:
+    return parts
   return parts[-max(len(parts) // LATE, 1) :]
 
 
@@ -217,7 +223,7 @@ def entries(of_seeds: Sequence[Cell], by_column: dict[str, list[Cell]]) -> list[
 
 
 def published(args: argparse.Namespace, name: str) -> columns.Study:
-  """A published target and a draft that knows generic chats, on a set of the paper."""
+  """A published target and a draft that knows generic chats, on a set or on all."""
   pair, folder = record.load(args.target), args.rows_folder / args.name
   if args.draft == "independent":
     pair = with_independent_draft(pair)
@@ -226,14 +232,24 @@ def published(args: argparse.Namespace, name: str) -> columns.Study:
     prompts = sets.read(args.data, pair.vocabulary, name)
     return record.rows_of(pair, prompts, folder, count)
 
+  parts = list(sets.PAPER) if name in STREAMS else [name]
+  answers = [rows(part, args.warm + args.online) for part in parts]
+  known = args.warm // len(parts)
+  warm = corpus.stack([first(one, known) for one in answers])
+  phases = [jax.tree.map(lambda leaf: leaf[args.warm :], one) for one in answers]
   return study(
     args,
     {"pair": f"{args.name}, {args.draft}", "set": name},
     pair,
-    rows(name, args.warm + args.online),
+    warm,
+    phases if name == "shift" else [corpus.stack(phases)],
     corpus.stack([rows(one, args.chat_count) for one in sets.GENERIC]),
     corpus.stack([rows(f"{one}.eval", sets.HELD_OUT_ROWS) for one in sets.GENERIC]),
   )
+
+
+def first(rows: base.DistillationBatch, count: int) -> base.DistillationBatch:
+  return jax.tree.map(lambda leaf: leaf[:count], rows)
 
 
 def with_independent_draft(pair: pairs.Pair) -> pairs.Pair:
@@ -275,11 +291,13 @@ def quick(args: argparse.Namespace, name: str) -> columns.Study:
     asked = sets.Prompts(f"{name}_{split}", prompts)
     return record.rows_of(pair, asked, None, len(prompts))
 
+  answers = rows([name], "train", args.warm + args.online)
   return study(
     args,
     {"pair": "demo, attached", "set": name},
     pair,
-    rows([name], "train", args.warm + args.online),
+    first(answers, args.warm),
+    [jax.tree.map(lambda leaf: leaf[args.warm :], answers)],
     rows(others, "train", args.chat_count),
     rows(others, "eval", QUICK_HELD_OUT),
   )
@@ -289,7 +307,8 @@ def study(
   args: argparse.Namespace,
   settings: Cell,
   pair: pairs.Pair,
-  answers: base.DistillationBatch,
+  warm: base.DistillationBatch,
+  phases: Sequence[base.DistillationBatch],
   chats: base.DistillationBatch,
   held_out: base.DistillationBatch,
 ) -> columns.Study:
@@ -309,8 +328,8 @@ def study(
   return columns.Study(
     settings=settings,
     pair=dataclasses.replace(pair, draft_params=start, is_new=False),
-    warm=jax.tree.map(lambda leaf: leaf[: args.warm], answers),
-    online=jax.tree.map(lambda leaf: leaf[args.warm :], answers),
+    warm=warm,
+    phases=tuple(phases),
     held_out=held_out,
     steps=args.warm_steps,
     drafts=folder / "{set}_{warm}_{online}_{warm_steps}".format(**settings),
@@ -334,8 +353,10 @@ def parser() -> argparse.ArgumentParser:
   options.add_argument("--target", help="folder of the target's weights")
   options.add_argument("--name", default="smollm2_135m")
   options.add_argument("--draft", choices=DRAFTS, default=DRAFTS[0])
-  for name, known in (("sets", sets.PAPER), ("columns", columns.COLUMNS)):
-    options.add_argument(f"--{name}", nargs="*", choices=known, default=list(known))
+  known = (*sets.PAPER, *STREAMS)
+  options.add_argument("--sets", nargs="*", choices=known, default=list(sets.PAPER))
+  known = tuple(columns.COLUMNS)
+  options.add_argument("--columns", nargs="*", choices=known, default=list(known))
   options.add_argument("--warm", type=int, default=sets.WARM)
   options.add_argument("--online", type=int, default=sets.ONLINE)
   options.add_argument("--seeds", type=int, default=3)

@@ -5,7 +5,8 @@
 
 Each picture is written as SVG twice, for light and for dark pages. The file contains a
 hash of the results it was drawn from, with which a test detects outdated pictures.
-docs/results.md, docs/real_model.md and docs/open_questions.md explain the pictures.
+docs/results.md, docs/real_model.md, docs/reproducing_the_paper.md and
+docs/open_questions.md explain the pictures.
 """
 
 import argparse
@@ -507,6 +508,45 @@ def stability(rows: Sequence[Row]) -> Any:
   return figure
 
 
+PAPER = {
+  "generic": (GREY, ":"),
+  "cache": (GREEN, "-"),
+  "static": (ORANGE, "-"),
+  "as published": (PINK, "-"),
+  "ours": (BLUE, "-"),
+  "cache + ours": (BLUE, "--"),
+}
+PAPER_WINDOW = 4  # blocks
+
+
+def paper(rows: Sequence[Row]) -> Any:
+  """Draws tokens per call over the paper's sets, of the attached draft."""
+  rows = [row for row in rows if row["pair"].endswith("attached")]
+  names = list(dict.fromkeys(row["set"] for row in rows))
+  figure, panels = wide_figure(*names)
+  for axes, name in zip(panels, names, strict=True):
+    for system, (color, style) in PAPER.items():
+      courses = [
+        _rolling(np.asarray(row["blocks"]))
+        for row in rows
+        if (row["set"], row["column"]) == (name, system)
+      ]
+      if courses:
+        requests, values = np.mean(courses, axis=0)
+        axes.plot(requests, values, color=color, ls=style, label=system)
+    axes.set_xlabel("requests")
+  panels[0].set_ylabel("tokens per call of the target")
+  legend(figure, panels[0])
+  return figure
+
+
+def _rolling(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns requests served, and tokens per call of the last `PAPER_WINDOW` blocks."""
+  sums = np.cumsum(np.pad(blocks, ((PAPER_WINDOW, 0), (0, 0))), axis=0)
+  late = (sums[PAPER_WINDOW:] - sums[:-PAPER_WINDOW])[PAPER_WINDOW - 1 :]
+  return np.cumsum(blocks[:, 0])[PAPER_WINDOW - 1 :], late[:, 1] / late[:, 2]
+
+
 def _by_stream(rows: Sequence[Row], question: str) -> dict[str, dict[str, list[float]]]:
   """Returns stream -> system -> the demo's tokens per call, one value of each seed."""
   by_stream: dict[str, dict[str, list[float]]] = {}
@@ -543,6 +583,7 @@ DRAWN: dict[str, tuple[Callable[[Sequence[Row]], Any], str]] = {
   "ahead_of_time": (ahead_of_time, "benchmarks/results/ahead_of_time.jsonl"),
   "drafters": (drafters, "experiments/drafters/cells.jsonl"),
   "real_model": (real_model, "experiments/drafters/real_model.jsonl"),
+  "paper": (paper, "experiments/paper/cells.jsonl"),
   "how_often": (how_often, "experiments/open_questions/cells.jsonl"),
   "changing_topics": (changing_topics, "experiments/open_questions/cells.jsonl"),
   "stability": (stability, "experiments/open_questions/cells.jsonl"),

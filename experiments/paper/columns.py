@@ -191,8 +191,16 @@ class Columns:
     update = dataclasses.replace(config.update, optimizer=optimizer)
     return dataclasses.replace(config, update=update, seed=self._seed)
 
-  def learned(self, config: LearningConfig, is_guarded: bool = True) -> Result:
-    """A draft that learns from the stream; see `replay.learned` for `is_guarded`."""
+  def learned(
+    self, config: LearningConfig, start: str = "generic", is_guarded: bool = True
+  ) -> Result:
+    """A draft that learns from the stream; see `replay.learned` for `is_guarded`.
+
+    `start` is the column of a draft that does not learn, where it begins.
+    """
+    params = self._pair.draft_params
+    if start != "generic":
+      params = self.result(start).params
     newest: list[Learner] = []
 
     def note(overlap: float, learner: Learner) -> None:
@@ -201,7 +209,7 @@ class Columns:
 
     learning = self.learning(config)
     course = replay.learned(
-      self._pair,
+      dataclasses.replace(self._pair, draft_params=params),
       self.answers,
       learning,
       DRAFTED,
@@ -226,12 +234,14 @@ COLUMNS: Mapping[str, Callable[[Columns], Result]] = {
   "static": Columns.static,
   "as published": lambda columns: columns.learned(PUBLISHED, is_guarded=False),
   "ours": lambda columns: columns.learned(OURS),
+  "static, then ours": lambda columns: columns.learned(OURS, "static"),
   "offline": Columns.offline,
   "offline on all": Columns.offline_on_all,
   "cache": Columns.cache,
   "cache + generic": lambda columns: columns.mixed("generic"),
   "cache + static": lambda columns: columns.mixed("static"),
   "cache + ours": lambda columns: columns.mixed("ours"),
+  "cache + static, then ours": lambda columns: columns.mixed("static, then ours"),
 }
 
 

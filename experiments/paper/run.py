@@ -7,6 +7,7 @@ Every system meets the same greedy answers of the target in the same order, see
     static           distilled on the answers before the stream, then frozen
     as published     learns as the paper's scripts do; every new draft serves
     ours             learns with replay, from all positions
+    static, then ours   the static draft learns on
     offline          distilled on the first three quarters of the stream
     offline on all   distilled on the whole stream
     cache            the n-gram cache, no draft
@@ -131,9 +132,14 @@ def per_call(parts: np.ndarray) -> float:
   return float(parts[..., 1].sum() / parts[..., 2].sum())
 
 
+def whole(one: Cell) -> np.ndarray:
+  """Returns the blocks of a stream."""
+  return np.asarray(one["blocks"])
+
+
 def last(one: Cell) -> np.ndarray:
   """Returns the blocks of the end of a stream, all of one with several sets."""
-  parts = np.asarray(one["blocks"])
+  parts = whole(one)
   if one["set"] in STREAMS:
     return parts
   return parts[-max(len(parts) // LATE, 1) :]
@@ -145,16 +151,19 @@ def late(one: Cell) -> tuple[float, float]:
 
 
 def gain(
-  ours: Sequence[Cell], rival: Sequence[Cell], figure: Figure
+  ours: Sequence[Cell],
+  rival: Sequence[Cell],
+  figure: Figure,
+  part: Callable[[Cell], np.ndarray] = last,
 ) -> tuple[float, ...]:
-  """Returns the difference of two systems at the end, and its 95 % interval.
+  """Returns the difference of two systems in a part, and its 95 % interval.
 
   A paired bootstrap over the blocks of the seeds that both have: it is about other
   requests, not about other drafts. Too few blocks have no interval.
   """
   seeds = {one["seed"] for one in ours} & {one["seed"] for one in rival}
   first, second = (
-    np.concatenate([last(one) for one in cells if one["seed"] in seeds])
+    np.concatenate([part(one) for one in cells if one["seed"] in seeds])
     for cells in (ours, rival)
   )
   difference = figure(first) - figure(second)
@@ -175,6 +184,14 @@ def requests_to_near(one: Cell, offline: Cell) -> int | None:
   return None
 
 
+# (title, figure, part of a stream)
+FIGURES: tuple[tuple[str, Figure, Callable[[Cell], np.ndarray]], ...] = (
+  ("acceptance, late", acceptance, last),
+  ("tokens a call, late", per_call, last),
+  ("tokens a call, all requests", per_call, whole),
+)
+
+
 def table(cells: Sequence[Cell]) -> Iterator[rich.table.Table]:
   """Yields a table of each study; means over seeds."""
   groups: dict[tuple[Any, ...], list[Cell]] = {}
@@ -182,8 +199,12 @@ def table(cells: Sequence[Cell]) -> Iterator[rich.table.Table]:
     groups.setdefault(tuple(one[name] for name in SETTINGS), []).append(one)
   for group in sorted(groups):
     title = "{}, {}: {} answers before, {} in the stream".format(*group)
-    names = ("system", "acceptance", "over static", "tokens a call", "over static")
-    shown = rich.table.Table(*names, "requests to .9 of offline", "chats", title=title)
+    shown = rich.table.Table("system", title=title)
+    for name, _, _ in FIGURES:
+      shown.add_column(name)
+      shown.add_column("over static")
+    shown.add_column("requests to .9 of offline")
+    shown.add_column("chats")
     by_column = {
       name: [one for one in groups[group] if one["column"] == name]
       for name in columns.COLUMNS
@@ -197,14 +218,16 @@ def table(cells: Sequence[Cell]) -> Iterator[rich.table.Table]:
 def entries(of_seeds: Sequence[Cell], by_column: dict[str, list[Cell]]) -> list[str]:
   """Returns the entries of a system in a table."""
   name = of_seeds[0]["column"]
-  values = np.mean([late(one) for one in of_seeds], axis=0)
-  row = [f"{values[0]:.3f}", "", f"{values[1]:.2f}", "", "", ""]
-  static = by_column["static"]
-  if name != "static" and [x["seed"] for x in static] == [x["seed"] for x in of_seeds]:
-    for place, figure in ((1, acceptance), (3, per_call)):
-      difference, *interval = gain(of_seeds, static, figure)
+  static, row = by_column["static"], []
+  is_rival = [x["seed"] for x in static] == [x["seed"] for x in of_seeds]
+  for _, figure, part in FIGURES:
+    value = np.mean([figure(part(one)) for one in of_seeds])
+    row += [f"{value:.3f}", ""]
+    if name != "static" and is_rival:
+      difference, *interval = gain(of_seeds, static, figure, part)
       bounds = f" ({interval[0]:+.3f} to {interval[1]:+.3f})" if interval else ""
-      row[place] = f"{difference:+.3f}{bounds}"
+      row[-1] = f"{difference:+.3f}{bounds}"
+  row += ["", ""]
   offline = {one["seed"]: one for one in by_column["offline"]}
   if name != "offline" and "cache" not in name:
     counts = [
@@ -212,10 +235,10 @@ def entries(of_seeds: Sequence[Cell], by_column: dict[str, list[Cell]]) -> list[
       for one in of_seeds
       if one["seed"] in offline
     ]
-    row[4] = ", ".join("never" if one is None else str(one) for one in counts)
+    row[-2] = ", ".join("never" if one is None else str(one) for one in counts)
   if "of_chats" in of_seeds[0]:
     chats = np.mean([acceptance(np.asarray(one["of_chats"])) for one in of_seeds])
-    row[5] = f"{chats:.3f}"
+    row[-1] = f"{chats:.3f}"
   return row
 
 
@@ -224,13 +247,15 @@ def entries(of_seeds: Sequence[Cell], by_column: dict[str, list[Cell]]) -> list[
 
 def published(args: argparse.Namespace, name: str) -> columns.Study:
   """A published target and a draft that knows generic chats, on a set or on all."""
-  pair, folder = record.load(args.target), args.rows_folder / args.name
-  if args.draft == "independent":
-    pair = with_independent_draft(pair)
+  recorded, folder = record.load(args.target), args.rows_folder / args.name
+  is_attached = args.draft == "attached"
+  pair = recorded if is_attached else with_independent_draft(recorded)
 
   def rows(name: str, count: int) -> base.DistillationBatch:
     prompts = sets.read(args.data, pair.vocabulary, name)
-    return record.rows_of(pair, prompts, folder, count)
+    answers = record.rows_of(recorded, prompts, folder, count)
+    # States of the target are for attached drafts alone.
+    return answers if is_attached else answers.replace(**dict.fromkeys(answers.states))
 
   parts = list(sets.PAPER) if name in STREAMS else [name]
   answers = [rows(part, args.warm + args.online) for part in parts]

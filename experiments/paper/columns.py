@@ -235,7 +235,10 @@ COLUMNS: Mapping[str, Callable[[Columns], Result]] = {
   "as published": lambda columns: columns.learned(PUBLISHED, is_guarded=False),
   "ours": lambda columns: columns.learned(OURS),
   "static, then ours": lambda columns: columns.learned(OURS, "static"),
-  "the same, unguarded": lambda columns: columns.learned(OURS, "static", False),
+  "ours, unguarded": lambda columns: columns.learned(OURS, is_guarded=False),
+  "static, then ours, unguarded": lambda columns: columns.learned(
+    OURS, "static", is_guarded=False
+  ),
   "offline": Columns.offline,
   "offline on all": Columns.offline_on_all,
   "cache": Columns.cache,

@@ -7,8 +7,8 @@ Every system meets the same greedy answers of the target in the same order, see
     static           distilled on the answers before the stream, then frozen
     as published     learns as the paper's scripts do; every new draft serves
     ours             learns with replay, from all positions
-    static, then ours    the static draft learns on
-    the same, unguarded  every new draft serves
+    static, then ours   the static draft learns on
+    ..., unguarded   every new draft serves, even one that is worse
     offline          distilled on the first three quarters of the stream
     offline on all   distilled on the whole stream
     cache            the n-gram cache, no draft

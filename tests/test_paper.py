@@ -57,18 +57,25 @@ def test_the_way_to_the_offline_draft_is_counted_in_requests():
 
 def test_the_sets_of_a_shift_keep_their_order_and_are_shuffled_inside():
   def phase(first):
-    leaf = np.arange(first, first + 9)[:, None]
-    records: Any = None
-    return base.DistillationBatch(leaf, leaf, leaf, records, leaf[:, 0])
+    rows: Any = np.arange(first, first + 9)[:, None]
+    return base.DistillationBatch(rows, rows, rows, rows, rows[:, 0])
 
   def orders(seed):
     study = columns.Study({}, Any, Any, (phase(0), phase(9)), Any, 1, pathlib.Path())
     answers = columns.Columns(study, seed).answers
     return [int(one.weight[0]) for one in answers]
 
-  order = orders(0)
-  assert set(order[:9]) == set(range(9)) and set(order[9:]) == set(range(9, 18))
+  assert set((order := orders(0))[:9]) == set(range(9)) and set(order[9:]) == set(
+    range(9, 18)
+  )
   assert order != sorted(order) and order == orders(0) != orders(1)
+
+
+def test_the_page_shows_every_cell():
+  page = (ROOT / "docs" / "reproducing_the_paper.md").read_text()
+  for one in run.read(run.CELLS):
+    shown = "| {1:.2f} ({0:.2f}) |".format(*run.late(one)).replace("(0.", "(.")
+    assert shown in page, one["column"]
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
 """The paper's experiment on published weights: drafts that learn from a set of queries.
 
 Every system meets the same greedy answers of the target in the same order, see
-`osd_tools.replay`. A draft that knows generic chats alone serves a set of the paper:
+`osd_tools.replay`. A draft that knows generic chats alone serves a set of the paper,
+or another system does:
 
-    generic          it never learns
+    generic          the draft never learns
     static           distilled on the answers before the stream, then frozen
     as published     learns as the paper's scripts do; every new draft serves
     ours             learns with replay, from all positions
-    static, then ours   the static draft learns on
+    static, then ...  the static draft learns on
     ..., unguarded   every new draft serves, even one that is worse
     offline          distilled on the first three quarters of the stream
     offline on all   distilled on the whole stream
@@ -275,6 +276,7 @@ def published(args: argparse.Namespace, name: str) -> columns.Study:
 
 
 def first(rows: base.DistillationBatch, count: int) -> base.DistillationBatch:
+  """Returns the first answers."""
   return jax.tree.map(lambda leaf: leaf[:count], rows)
 
 

@@ -40,6 +40,9 @@ def id_dtype(vocab_size: int) -> jnp.dtype:
   return jnp.dtype(jnp.uint16 if vocab_size <= 2**16 else jnp.int32)
 
 
+# The states of a target that a draft reads: "prompt", "tokens" or "" for none, or those
+# after each of several numbers of layers, in one vector.
+States = str | tuple[int, ...]
 Params = Any  # a nested dict of arrays; models of this package use t5x's names
 
 
@@ -420,6 +423,8 @@ class Model:
     state_width: E of the target states that an attached draft needs. Its `prefill`
       takes the `target_states` [B, S, E] of the target's cache instead of `source`. 0
       for models that take the source.
+    reads_prompt: an attached draft that also reads the tokens of the prompt. Its
+      `prefill` takes `(source, target_states)`.
     encode_for_draft: `(params, source, mask) -> [B, S, E]`. Computes the target states
       of prompts with the frozen parameters of an attached draft. None for other models.
     reads_tokens: a draft that also reads the target's state before each token. Its
@@ -459,6 +464,7 @@ class Model:
   score_at: Callable[..., jax.Array] | None = None
   frozen: str = ""
   state_width: int = 0
+  reads_prompt: bool = False
   encode_for_draft: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
   reads_tokens: bool = False
   score_steps: Callable[..., jax.Array] | None = None
@@ -475,6 +481,12 @@ class Model:
   def mask(self, source: Any) -> Any:
     """[B, S] bool; which entries of sources [B, S] are tokens, not padding."""
     return source != self.pad_id
+
+  def prompt_of(self, source: jax.Array, target_states: jax.Array | None) -> Any:
+    """Returns what `prefill` takes: the prompts, the target's states, or both."""
+    if not self.state_width:
+      return source
+    return (source, target_states) if self.reads_prompt else target_states
 
   def starts(self, source: jax.Array) -> jax.Array:
     """[B] int32; the first decoder input of prompts [B, S]."""

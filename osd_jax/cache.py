@@ -89,6 +89,13 @@ class KVCache:
     joined = 0 if self.cross_keys else self.cross_mask.shape[1]
     return self.self_keys[0].shape[2] - joined
 
+  def with_token_states(self, states: jax.Array) -> "KVCache":
+    """The cache of a target with the states [B, n, E] of inputs that it is fed now."""
+    assert self.token_states is not None
+    # As the keys of a single head.
+    stored = write(self.token_states[:, None], states[:, None], self.length)
+    return self.replace(token_states=stored[:, 0])
+
   def advanced(self, written: Sequence, count: int) -> "KVCache":
     """The cache after a step of `count` tokens that wrote self keys and values."""
     keys, values = zip(*written)

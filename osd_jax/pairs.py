@@ -14,13 +14,16 @@ import jax
 from osd_jax import assets, base, formats, remote, runs, sharding
 from osd_jax.data.vocabulary import Vocabulary, stated_extra_ids
 from osd_jax.decoding import ngrams
-from osd_jax.models import attached, families, served, weights
+from osd_jax.models import attached, eagle, families, served, weights
+from osd_jax.models.convert import eagle as heads
 from osd_jax.models.convert import folders, hugging_face
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import (
   EXACT_SERVING,
   AttachedConfig,
   DraftServing,
+  EagleConfig,
+  LlamaConfig,
   T5Config,
   T5GemmaConfig,
 )
@@ -54,7 +57,8 @@ class PairConfig(base.Config):
       safetensors, its name on the Hugging Face hub, a GGUF file, or a file that this
       package wrote. "padded:flan-t5-base" is the shipped target, padded with zeros to
       the shape of that T5: the same answers at its cost (`osd_tools.padded`).
-    draft: weights of the draft, as for the target. "attached" creates an attached draft
+    draft: weights of the draft, as for the target, or the folder of an EAGLE-3 head in
+      the format of speculators or SpecForge. "attached" creates an attached draft
       with random parameters, which learns while it serves. "cache" drafts from n-grams
       of the prompt and of served answers, without training. "none" decodes plainly, in
       `osd generate`, `osd serve` and Python. "" means the shipped draft of the shipped
@@ -75,7 +79,7 @@ class PairConfig(base.Config):
     draft_serving: approximations in the served draft; the learner trains all of it.
       A cache has nothing to approximate.
     folder: prefix of the paths above, unless they are absolute or shipped.
-    attached: shape of a new attached draft; files contain their own.
+    attached: shape of a new attached draft or EAGLE-3 head; files contain their own.
     sibling_draft: accepts an attached draft of another target of the same sizes: a copy
       of this one before it was quantized or fine-tuned, or after.
     state_layer: for a decoder-only target, the layer whose hidden states an attached
@@ -91,7 +95,7 @@ class PairConfig(base.Config):
   dtype: Annotated[str, base.OneOf("float32", "bfloat16")] = "float32"
   draft_serving: DraftServing = DraftServing()
   folder: str = ""
-  attached: AttachedConfig = AttachedConfig()
+  attached: AttachedConfig | EagleConfig = AttachedConfig()
   sibling_draft: bool = False
   state_layer: base.CountOrZero = 0
 
@@ -145,7 +149,7 @@ class Pair:
   draft: base.Model  # None in `plain()`
   draft_params: base.Params
   # Shape of the draft, for `save_draft`; None for user-defined drafts and for a cache.
-  draft_config: ModelConfig | AttachedConfig | None
+  draft_config: ModelConfig | AttachedConfig | EagleConfig | None
   vocabulary: Vocabulary  # the vocabulary of both
   # Identity of the target, for attached drafts; None for user-defined targets.
   identity: weights.Identity | None = None
@@ -154,6 +158,8 @@ class Pair:
   sibling: str = ""
   # Whether `PairConfig` named no draft, so that it is a new one with random parameters.
   is_new: bool = False
+  # `AttachedWeights.own` of the draft, for `save_draft`.
+  own: base.Params = dataclasses.field(default_factory=dict)
 
   @property
   def models(self) -> tuple[Any, ...]:
@@ -237,7 +243,7 @@ class Pair:
     match self.draft_config:
       case None:
         return weights.save_tree(path, trained, notes, storage)
-      case AttachedConfig():
+      case AttachedConfig() | EagleConfig():
         assert self.identity is not None
         target = self.identity
         content = weights.AttachedWeights(
@@ -247,6 +253,7 @@ class Pair:
           target.name,
           notes,
           target.sizes,
+          self.own,
         )
       case _:
         fingerprint = self.vocabulary.fingerprint
@@ -259,7 +266,7 @@ class Pair:
     Raises:
       InputError: the file does not contain such a draft.
     """
-    if not isinstance(self.draft_config, AttachedConfig):
+    if not isinstance(self.draft_config, AttachedConfig | EagleConfig):
       return weights.load(path).params
     assert self.identity is not None
     draft = attached.load(path, self.identity, bool(self.sibling))
@@ -315,8 +322,9 @@ def load_pair(
     first = draft.params
   # The draft stays in float32 because it is trained.
   draft_params = partitioner.place_draft(draft_model, first)
-  if states:
-    frozen = attached.frozen_of(target.config, target_params, serving, layout)
+  own = draft.own if isinstance(draft, weights.AttachedWeights) else {}
+  if isinstance(draft, weights.AttachedWeights):
+    frozen = _frozen(draft, target.config, target_params, serving, layout)
     draft_params = draft_model.join(draft_params, frozen)
   pair = Pair(
     target=target_model,
@@ -333,6 +341,7 @@ def load_pair(
     identity=identity,
     sibling=_sibling(draft, identity),
     is_new=not is_named and config.named("draft") == ATTACHED,
+    own=own,
   )
   return pair.plain() if config.named("draft") == NONE else pair
 
@@ -367,7 +376,7 @@ def shipped_draft(target: weights.Identity) -> str:
   """Returns how to use a draft that ships for a target's sizes, "" without one."""
   for path in sorted(assets.FOLDER.glob("*.safetensors")):
     if weights.is_attached(path):
-      header = weights.opened(path, (weights.ATTACHED,))[1]
+      header = weights.opened(path, weights.ATTACHED)[1]
       if header.get("target_sizes") == target.sizes:
         options = f"--draft {assets.PREFIX}{path.name}"
         if header["target"] not in (target.fingerprint, target.with_first_end):
@@ -401,8 +410,13 @@ def load_vocabulary(config: PairConfig) -> Vocabulary:
   )
 
 
-def shape_of(config: PairConfig, field: str) -> ModelConfig | AttachedConfig:
+def shape_of(
+  config: PairConfig, field: str
+) -> ModelConfig | AttachedConfig | EagleConfig:
   """The shape of "target" or "draft", from the header of its file or config.json."""
+  if field == "draft" and is_head(config):
+    target = shape_of(config, "target")
+    return heads.shape_of(config.path(field), target)
   with _reading(config, field) as (module, path):
     return module.shape_of(path)
 
@@ -515,10 +529,9 @@ def _draft(
   if config.named("draft") in (CACHE, NONE):
     return None
   if config.named("draft") == ATTACHED:
-    # A fixed seed: two runs with the same settings start from the same draft.
-    model = attached.build(config.attached, target.config)
-    params = jax.jit(model.init)(jax.random.key(_SEED))
-    return weights.AttachedWeights(config.attached, params, identity.fingerprint)
+    return _new_draft(config, target, identity)
+  if is_head(config):
+    return _published_head(config, target)
   with _reading(config, "draft") as (module, path):
     if config.target.startswith(PADDED) and config.named("draft") == _SHIPPED_DRAFT:
       small = weights.load(config.path("target"))
@@ -541,12 +554,73 @@ def _draft(
   return draft
 
 
+def _new_draft(
+  config: PairConfig, target: weights.Weights, identity: weights.Identity
+) -> weights.AttachedWeights:
+  """An attached draft with random parameters."""
+  shape, own = config.attached, {}
+  if isinstance(shape, EagleConfig):
+    _decoder_only(config, target)
+    if (ids := eagle.first_ids(shape)) is not None:
+      own["ids"] = ids
+  # A fixed seed: two runs with the same settings start from the same draft.
+  model = attached.build(shape, target.config)
+  params = jax.jit(model.init)(jax.random.key(_SEED))
+  return weights.AttachedWeights(shape, params, identity.fingerprint, own=own)
+
+
+def is_head(config: PairConfig) -> bool:
+  """Whether the draft is a folder with an EAGLE-3 head."""
+  return heads.is_head(config.path("draft"))
+
+
+def _published_head(
+  config: PairConfig, target: weights.Weights
+) -> weights.AttachedWeights:
+  """Reads an EAGLE-3 head from a folder, for a target."""
+  shape = _decoder_only(config, target)
+  embedding = target.params["token_embedder"]["embedding"]
+  try:
+    return heads.load(config.path("draft"), shape, embedding)
+  except base.InputError as error:
+    raise base.InputError(f"PairConfig.draft: {error}") from error
+
+
+def _decoder_only(config: PairConfig, target: weights.Weights) -> LlamaConfig:
+  """The shape of a target that an EAGLE-3 head can read."""
+  shape = target.config
+  if not isinstance(shape, LlamaConfig) or isinstance(shape, T5GemmaConfig):
+    raise base.InputError(
+      f"PairConfig.draft: {config.named('draft')}: an EAGLE-3 head reads the layers of"
+      f" a decoder-only target; {config.target} is a {type(shape).__name__}."
+    )
+  if config.draft_serving.shortlist:
+    raise base.InputError(
+      f"PairConfig.draft_serving: shortlist: received {config.draft_serving.shortlist},"
+      " expected 0: an EAGLE-3 head has its own draft vocabulary."
+    )
+  return shape
+
+
+def _frozen(
+  draft: weights.AttachedWeights,
+  target: ModelConfig,
+  params: base.Params,
+  serving: DraftServing,
+  kept: base.Layout,
+) -> base.Params:
+  """The parameters of an attached draft that belong to its target."""
+  if isinstance(draft.config, EagleConfig):
+    return eagle.frozen_of(draft.config, target, params, draft.own)
+  return attached.frozen_of(target, params, serving, kept)
+
+
 def _sibling(
   draft: weights.Weights | weights.AttachedWeights | None, target: weights.Identity
 ) -> str:
   """The name of the draft's own target, if `target` is only its copy."""
-  if not isinstance(draft, weights.AttachedWeights):
-    return ""
+  if not isinstance(draft, weights.AttachedWeights) or not draft.target:
+    return ""  # a published head does not say for which weights it was trained
   trained_for = draft.target_name or "an unnamed target"
   return trained_for if draft.target != target.fingerprint else ""
 

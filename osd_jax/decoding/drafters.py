@@ -66,11 +66,8 @@ class ModelDrafter:
     """
     if read is not None:
       return read
-    mask = self.model.mask(source)
-    if self.model.state_width:
-      assert target_states is not None
-      source = target_states
-    return self.model.prefill(params, source, mask, cache_length)
+    mask, prompt = self.model.mask(source), self.model.prompt_of(source, target_states)
+    return self.model.prefill(params, prompt, mask, cache_length)
 
   def reader(self, params: base.Params) -> list[tuple[base.Model, base.Params]]:
     """The draft model and its parameters, if it reads prompts in chunks, or nothing."""

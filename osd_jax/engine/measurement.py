@@ -512,7 +512,7 @@ def _loops(
   length = state_lib.buffer_length(config.target_length)
   target, target_params, draft, draft_params = models
   target_side = (target, *_prefilled(target, length, target_params, source, source))
-  read = target_side[2].target_states if draft.state_width else source
+  read = draft.prompt_of(source, getattr(target_side[2], "target_states", None))
   draft_side = (draft, *_prefilled(draft, length, draft_params, source, read))
   widths = {
     "draft": (*draft_side, 1),

@@ -32,10 +32,15 @@ import numpy as np
 
 from osd_jax import base
 from osd_jax import cache as cache_lib
-from osd_jax.models import families, layers, served, t5, weights
+from osd_jax.models import eagle, families, layers, served, t5, weights
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import EXACT_SERVING, AttachedConfig, DraftServing
+from osd_jax.models.shapes import (
+  EXACT_SERVING,
+  AttachedConfig,
+  DraftServing,
+  EagleConfig,
+)
 
 FROZEN = "target"  # key of the target's part in the draft's parameters
 STEPS = 3  # of a draft that are trained, if it reads the states of tokens
@@ -64,8 +69,11 @@ class Attached(nn.Module):
     self.outward = project((inner.width, width), ("embed", "embed"), init_scale=0.3)
     self.draft_head = served.draft_head_of(self.target, self.serving)
 
-  def prefill(self, target_states, mask, cache_length: int) -> cache_lib.KVCache:
+  def prefill(
+    self, frozen, target_states, mask, cache_length: int
+  ) -> cache_lib.KVCache:
     """See `base.Model.prefill`; takes target states [B, S, E] instead of tokens."""
+    del frozen
     cross = self._cross(target_states)
     cache = cache_lib.KVCache.prefilled(cross, mask, cache_length)
     if self.config.reads == "tokens":
@@ -88,6 +96,7 @@ class Attached(nn.Module):
   def score_steps(
     self,
     frozen,
+    source,
     target_states,
     mask,
     inputs,
@@ -97,6 +106,7 @@ class Attached(nn.Module):
     steps: int = 1,
   ):
     """See `base.Model.score_steps`; `inputs` are decoder inputs, not targets."""
+    del source  # the target has read it
     cross, states = self._cross(target_states), token_states
     logits, entries = [], []
     for step in range(steps):
@@ -171,9 +181,13 @@ def frozen_of(
 _transposed = jax.jit(jnp.transpose)
 
 
+# Shapes of attached drafts, and the modules that run them.
+_MODULES: dict[type, Any] = {AttachedConfig: Attached, EagleConfig: eagle.Eagle}
+
+
 @functools.cache
 def build(
-  config: AttachedConfig,
+  config: AttachedConfig | EagleConfig,
   target: ModelConfig,
   name: str = "attached",
   serving: DraftServing = EXACT_SERVING,
@@ -185,30 +199,34 @@ def build(
   """
   if serving.shortlist >= target.vocab_size:
     serving = dataclasses.replace(serving, shortlist=0)
-  reads_tokens = config.reads == "tokens"
-  decoding = Attached(config, target, serving)
+  module, is_eagle = _MODULES[type(config)], isinstance(config, EagleConfig)
+  width = target.width * (len(config.state_layers) if is_eagle else 1)
+  reads_tokens = is_eagle or config.reads == "tokens"
+  decoding = module(config, target, serving)
   target_model = families.build(target, "target of a draft")
-  encode = functools.partial(_encode_for_draft, target, kept)
+  encode = functools.partial(_encode_for_draft, target, kept, config.reads)
   score_steps = _scorer(config, target, encode, STEPS)
   score_once = _scorer(config, target, encode, 1)
 
-  def prefill(params, target_states, mask, cache_length):
-    arguments = (target_states, mask, cache_length)
-    return _apply(decoding, params, *arguments, method=Attached.prefill)
+  def prefill(params, prompt, mask, cache_length):
+    arguments = (params[FROZEN], prompt, mask, cache_length)
+    return _apply(decoding, params, *arguments, method=module.prefill)
 
   def decode(params, tokens, cache, states=None):
     arguments = (params[FROZEN], tokens, cache, states)
-    return _apply(decoding, params, *arguments, method=Attached.decode)
+    return _apply(decoding, params, *arguments, method=module.decode)
 
   def score(*arguments, **states):
     return score_once(*arguments, **states)[0]
 
   # The shapes of the frozen tables do not influence the parameters of the draft.
-  table = np.zeros((2, target.width), jnp.dtype(target.dtype))
+  inner = config.decoder(target)
+  table_width = inner.width if is_eagle else target.width
+  table = np.zeros((2, table_width), jnp.dtype(target.dtype))
   token = np.zeros((1, 1), np.int32)
-  states = np.zeros((1, 1, target.width), np.float32)
+  states = np.zeros((1, 1, width), np.float32)
   tables = {"embedding": table, "head": table}
-  arguments = (tables, states, token == 0, token, None, None, states)
+  arguments = (tables, token, states, token == 0, token, None, None, states)
   return base.Model(
     name=name,
     vocab_size=target.vocab_size,
@@ -216,15 +234,16 @@ def build(
     decode=decode,
     score=score,
     prepare=functools.partial(_prepare, target, serving),
-    **served.initializers(Attached(config, target), *arguments, method="score_steps"),
+    **served.initializers(module(config, target), *arguments, method="score_steps"),
     shortlist=serving.shortlist,
     score_at=score,
     frozen=FROZEN,
-    state_width=target.width,
+    state_width=width,
+    reads_prompt=is_eagle,
     encode_for_draft=encode,
     reads_tokens=reads_tokens,
     score_steps=score_steps if reads_tokens else None,
-    head_dim=config.decoder(target).head_dim,
+    head_dim=inner.head_dim,
     eos_ids=target_model.eos_ids,
     pad_id=target_model.pad_id,
     start=target_model.start,
@@ -233,33 +252,34 @@ def build(
   )
 
 
-def _apply(module: Attached, params: base.Params, *arguments, method) -> Any:
+def _apply(module: nn.Module, params: base.Params, *arguments, method) -> Any:
   trained = {name: part for name, part in params.items() if name != FROZEN}
   return module.apply({"params": trained}, *arguments, method=method)
 
 
-def _encode_for_draft(target, kept, params, source, mask):
+def _encode_for_draft(target, kept, states, params, source, mask):
   encoder = params[FROZEN]["encoder"]
-  return families.encode_for_draft(target, encoder, source, mask, kept)
+  return families.encode_for_draft(target, encoder, source, mask, kept, states)
 
 
-def _scorer(config: AttachedConfig, target: ModelConfig, encode, steps: int):
+def _scorer(config, target: ModelConfig, encode, steps: int):
   """Returns `base.Model.score_steps` for the first `steps` steps."""
-  training = Attached(config, target)
+  module = _MODULES[type(config)]
+  training = module(config, target)
   target_model = families.build(target, "target of a draft")
-  method = functools.partial(Attached.score_steps, steps=steps)
+  method = functools.partial(module.score_steps, steps=steps)
 
   def score_steps(params, source, mask, text, positions=None, tokens=None, **states):
     target_states, token_states = map(states.get, ("target_states", "token_states"))
     if target_states is None:
       target_states = encode(params, source, mask)
-    if config.reads == "tokens" and token_states is None:
+    if config.reads != "prompt" and token_states is None:
       raise base.InputError(
-        "score: token_states is missing; a draft with AttachedConfig.reads = 'tokens'"
-        " needs the states that the target recorded."
+        "score: token_states is missing; a draft that reads the states of tokens needs"
+        " those that the target recorded."
       )
     inputs = layers.inputs_of(text, target_model.starts(source))
-    arguments = (params[FROZEN], target_states, mask, inputs, positions, tokens)
+    arguments = (params[FROZEN], source, target_states, mask, inputs, positions, tokens)
     return _apply(training, params, *arguments, token_states, method=method)
 
   return score_steps
@@ -277,7 +297,9 @@ def _prepare(
   trained = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), trained)
   copy = served.for_steps(trained, serving.layout)
   # Without the encoder: when serving, the target's own prefill returns the states.
-  tables = {"embedding": frozen["embedding"]}
+  tables = {name: frozen[name] for name in ("embedding", "ids") if name in frozen}
+  if "head" not in frozen:  # an EAGLE-3 head has its own
+    return {**copy, FROZEN: tables}
   if "draft_head" in frozen:
     # `frozen_of` has quantized it already, since the target's head never changes.
     copy["draft_head"] = frozen["draft_head"]
@@ -300,7 +322,7 @@ def load(
   Raises:
     InputError: see `weights.load`; or the draft is attached to another target.
   """
-  tensors, header, config = weights.opened(Path(path), (weights.ATTACHED,))
+  tensors, header, config = weights.opened(Path(path), weights.ATTACHED)
   if header.get("target") == target.with_first_end:
     header = {**header, "target": target.fingerprint}
   own_target = header.get("target", "")
@@ -329,5 +351,6 @@ def load(
   expected = tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
   fields = ("target", "target_name", "notes", "target_sizes")
   texts = {name: header.get(name, "") for name in fields}
+  own, tensors = weights.own_parts(tensors)
   params = weights.read_params(tensors, expected, path)
-  return weights.AttachedWeights(config, params, **texts)
+  return weights.AttachedWeights(config, params, own=own, **texts)

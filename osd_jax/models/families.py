@@ -31,7 +31,7 @@ def build(
   config: ModelConfig,
   name: str = "model",
   serving: DraftServing = EXACT_SERVING,
-  states: str = "",
+  states: base.States = "",
   kept: base.Layout = base.Layout.TRAINED,
 ) -> base.Model:
   """The functions of `base.Model` for one configuration.
@@ -46,8 +46,8 @@ def build(
     config: shape of the model; its class decides the family.
     name: name for error messages and logs.
     serving: approximations of the served copy, for drafts only.
-    states: what the cache holds for an attached draft, as in `AttachedConfig.reads`;
-      "" for none.
+    states: what the cache holds for an attached draft, as in `AttachedConfig.reads` or
+      `EagleConfig.state_layers`; "" for none.
     kept: layout of the decoder's kernels in the parameters. A target, which is never
       trained, keeps them as they are served, so that `prepare` copies nothing.
   """
@@ -55,7 +55,8 @@ def build(
     serving = dataclasses.replace(serving, shortlist=0)
   kind = _MODULES[type(config)]
   # Two modules, because the served copy stores its kernels in another layout.
-  training, decoding = kind(config, kept=kept), kind(config, serving, states)
+  training = kind(config, states=states, kept=kept)
+  decoding = kind(config, serving, states)
 
   def apply(module, params, *args, method):
     return module.apply({"params": params}, *args, method=method)
@@ -89,8 +90,12 @@ def build(
   )
 
 
-def encoder_params(config: ModelConfig, params: base.Params) -> base.Params:
+def encoder_params(
+  config: ModelConfig, params: base.Params, states: base.States = ""
+) -> base.Params:
   """The part of a target's parameters that `encode_for_draft` needs."""
+  if isinstance(states, tuple):
+    config = dataclasses.replace(config, state_layer=max(states))
   return _MODULES[type(config)].encoder_params(config, params)
 
 
@@ -100,7 +105,8 @@ def encode_for_draft(
   source: jax.Array,
   mask: jax.Array,
   kept: base.Layout = base.Layout.TRAINED,
+  states: base.States = "",
 ) -> jax.Array:
   """Target states [B, S, E] bfloat16 of prompts, from `encoder_params`."""
-  module = _MODULES[type(config)](config, kept=kept)
+  module = _MODULES[type(config)](config, states=states, kept=kept)
   return module.apply({"params": params}, source, mask, method="encode_for_draft")

@@ -16,6 +16,7 @@ arXiv 2503.19786. Parameters carry t5x's names.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -98,12 +99,13 @@ class Attention(nn.Module):
   layout: base.Layout  # layout of the kernels
   # Layout of the key and value kernels, if it is another.
   memory_layout: base.Layout | None = None
+  inputs: int = 1  # number of vectors of the model's width in each input
 
   def setup(self):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
 
     def inward(heads, layout):
-      shape = (config.width, heads * config.head_dim)
+      shape = (self.inputs * config.width, heads * config.head_dim)
       axes, bias = ("embed", "joined_kv"), config.attention_bias
       return layers.Projection(shape, axes, dtype, layout, bias=bias)
 
@@ -225,18 +227,19 @@ class Layer(nn.Module):
 
   config: LlamaConfig
   layout: base.Layout
+  attention_inputs: ClassVar[int] = 1  # `Attention.inputs`
 
   def setup(self):
-    config = self.config
+    config, inputs = self.config, self.attention_inputs
     self.pre_self_attention_layer_norm = norm(config)
-    self.self_attention = Attention(config, self.layout)
+    self.self_attention = Attention(config, self.layout, inputs=inputs)
     self.pre_mlp_layer_norm = norm(config)
     self.mlp = layers.Mlp(config, self.layout)
     if config.post_norms:
       self.post_self_attention_layer_norm = norm(config)
       self.post_mlp_layer_norm = norm(config)
 
-  def __call__(self, x, by, bias, past=None, slots=None):
+  def __call__(self, x, by, bias, past=None, slots=None, earlier=()):
     """Applies the layer to n positions.
 
     Args:
@@ -247,16 +250,17 @@ class Layer(nn.Module):
         [B, KV heads, T, D], and the slot of the first one, [B] or [] for all rows. None
         if x holds all positions.
       slots: number of leading slots of `past` that may be written; None for all.
+      earlier: keys and values of other calls, which come first in `bias`.
 
     Returns:
-      [B, n, E], and the keys and values with the new ones.
+      [B, n, E], and the keys and values with the new ones, without `earlier`.
     """
-    x, entries = self.attended(x, by, bias, past, slots)
+    x, entries = self.attended(x, by, bias, past, slots, earlier)
     return self.fed_forward(x), entries
 
-  def attended(self, x, by, bias, past=None, slots=None):
+  def attended(self, x, by, bias, past=None, slots=None, earlier=()):
     """The first half of `__call__`, with the same arguments and results."""
-    h = self.pre_self_attention_layer_norm(x)
+    h, x = self.inputs_of(x)
     query, keys, values = self.self_attention.query_keys_values(h, by)
     entries = keys, values
     if past is not None:
@@ -264,10 +268,17 @@ class Layer(nn.Module):
       entries = tuple(
         _added(old, new, start, slots) for old, new in zip(buffers, entries)
       )
-    result = self.self_attention(query, Memory(*entries, bias))
+    every = entries
+    if earlier:
+      every = [jnp.concatenate(part, axis=2) for part in zip(*earlier, entries)]
+    result = self.self_attention(query, Memory(*every, bias))
     if self.config.post_norms:
       result = self.post_self_attention_layer_norm(result)
     return x + result, entries
+
+  def inputs_of(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The inputs of the attention, and the vectors that its results are added to."""
+    return self.pre_self_attention_layer_norm(x), x
 
   def fed_forward(self, x: jax.Array) -> jax.Array:
     """The second half of `__call__`, for x [B, n, E]."""
@@ -330,6 +341,7 @@ class Decoder(nn.Module):
   config: LlamaConfig
   layout: base.Layout
   own_head: bool
+  taps: tuple[int, ...] = ()  # see `served.LanguageModel.taps`
   layer_type: ClassVar[type[Layer]] = Layer
 
   def setup(self):
@@ -360,12 +372,12 @@ class Decoder(nn.Module):
 
     Takes embedded tokens x [B, S, E]; `mask` [B, S] bool. Returns the keys and values
     of every layer, [B, KV heads, S, D], and the target states [B, S, E] of
-    `LlamaConfig.state_layer`.
+    `LlamaConfig.state_layer`, or those of `taps`.
     """
     length = x.shape[1]
     if length <= CHUNK:
       states, entries = self.over(x, mask, prompt_positions(mask))
-      return entries, states[self.config.last_state_layer - 1]
+      return entries, self.tapped(x, states)
     spare = -length % CHUNK  # padding at the end, masked like any other
     x = jnp.pad(x, ((0, 0), (0, spare), (0, 0)))
     entries, states = self._by_chunks(x, jnp.pad(mask, ((0, 0), (0, spare))))
@@ -384,7 +396,7 @@ class Decoder(nn.Module):
     caches = [(empty, empty)] * config.num_layers
     starts = jnp.arange(0, length, CHUNK)
     caches, states = jax.lax.scan(one_more, caches, starts)
-    return caches, states.swapaxes(0, 1).reshape(rows, length, config.width)
+    return caches, states.swapaxes(0, 1).reshape(rows, length, -1)
 
   def chunk(self, x, mask, start, caches, slots: int = 0):
     """Applies all layers to a chunk x [B, n, E] of prompts, from place `start` [] on.
@@ -409,7 +421,17 @@ class Decoder(nn.Module):
     pasts = [(*entries, slots + start) for entries in caches]
     stack, by = self.layers, rotations(config, at)
     states, caches = through(stack, config, x, by, bias, pasts)
-    return caches, states[config.last_state_layer - 1]
+    return caches, self.tapped(x, states)
+
+  def tapped(self, x: jax.Array, states: Sequence[jax.Array]) -> jax.Array:
+    """The states for an attached draft: [B, n, E], or all `taps` in one vector.
+
+    Takes the input x [B, n, E] of the first layer, and the output of every layer.
+    """
+    if not self.taps:
+      return states[self.config.last_state_layer - 1]
+    after = (x, *states)
+    return jnp.concatenate([after[count] for count in self.taps], axis=-1)
 
   def step(self, x: jax.Array, cache: cache_lib.KVCache, is_token: jax.Array):
     """Applies all layers to n new tokens x [B, n, E] of the rows of a cache.
@@ -432,6 +454,8 @@ class Decoder(nn.Module):
     pasts = [(*kept, cache.length) for kept in zip(cache.self_keys, cache.self_values)]
     by = rotations(self.config, at)
     states, entries = through(self.layers, self.config, x, by, bias, pasts, **memories)
+    if self.taps:
+      cache = cache.with_token_states(self.tapped(x, states))
     return self.decoder_norm(states[-1]), cache.advanced(entries, x.shape[1])
 
   def _slots(self, x: jax.Array, cache: cache_lib.KVCache) -> jax.Array:
@@ -465,7 +489,8 @@ class Llama(served.LanguageModel):
 
   def setup(self):
     super().setup()
-    self.decoder = Decoder(self.config, self._layout, self._has_own_head)
+    own_head, taps = self._has_own_head, self.taps
+    self.decoder = Decoder(self.config, self._layout, own_head, taps)
 
   def read(self, source, mask):
     """See `served.LanguageModel.read`; decoding feeds the last token once more."""
@@ -493,25 +518,39 @@ class Llama(served.LanguageModel):
     """See `base.Model.encode_for_draft`."""
     x, positions = self.token_embedder(source), prompt_positions(mask)
     # Layers above the states are not computed.
-    states, _ = self.decoder.over(x, mask, positions, self.config.last_state_layer)
-    return layers.as_target_states(states[-1])
+    depth = max(self.taps, default=self.config.last_state_layer)
+    states, _ = self.decoder.over(x, mask, positions, depth)
+    return layers.as_target_states(self.decoder.tapped(x, states))
 
   def forced(self, source, mask, target, positions=None):
     """See `served.LanguageModel.forced`."""
+    x = self._forced(source, mask, target)[1][-1]
+    if positions is not None:
+      x = jnp.take_along_axis(x, positions[..., None], axis=1)
+    return self.decoder.decoder_norm(x)
+
+  def score_with_states(self, source, mask, target):
+    """See `base.Model.score_with_states`."""
+    if not self.taps:
+      return super().score_with_states(source, mask, target)
+    x, states = self._forced(source, mask, target)
+    logits = self._logits(self.decoder.decoder_norm(states[-1]))
+    return logits, layers.as_target_states(self.decoder.tapped(x, states))
+
+  def _forced(self, source, mask, target):
+    """Embedded inputs [B, T, E] of texts, and the output of every layer."""
     inputs = layers.inputs_of(target, last_token(source, mask))
     before_last = without_last(mask)
     before = jnp.sum(before_last, axis=1, dtype=jnp.int32)[:, None]
     after = before + jnp.arange(target.shape[1])[None]
+    x = self.token_embedder(jnp.concatenate([source, inputs], axis=1))
     states, _ = self.decoder.over(
-      self.token_embedder(jnp.concatenate([source, inputs], axis=1)),
+      x,
       jnp.concatenate([before_last, jnp.ones(inputs.shape, bool)], axis=1),
       jnp.concatenate([prompt_positions(mask), after], axis=1),
     )
     # The outputs at prompt slots predict no token of the target text.
-    x = states[-1][:, source.shape[1] :]
-    if positions is not None:
-      x = jnp.take_along_axis(x, positions[..., None], axis=1)
-    return self.decoder.decoder_norm(x)
+    return x[:, source.shape[1] :], [one[:, source.shape[1] :] for one in states]
 
   @staticmethod
   def model_fields(config: LlamaConfig) -> dict[str, Any]:
@@ -541,6 +580,11 @@ def without_last(mask: jax.Array) -> jax.Array:
   """[B, S] bool; all tokens of prompts but the last one of each."""
   count = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]  # tokens from here to the end
   return mask & (count > 1)
+
+
+def without_first(mask: jax.Array) -> jax.Array:
+  """[B, S] bool; all tokens of prompts but the first one of each."""
+  return mask & (jnp.cumsum(mask, axis=1) > 1)
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:

@@ -46,20 +46,25 @@ class LanguageModel(nn.Module):
   Attributes:
     config: shape of the model.
     serving: run the copy that `prepare` made; None runs the trained parameters.
-    states: what the cache holds for an attached draft, as in `AttachedConfig.reads`;
-      "" for none.
+    states: what the cache holds for an attached draft, as in `AttachedConfig.reads` or
+      `EagleConfig.state_layers`; "" for none.
     kept: layout of the decoder's kernels in the parameters.
   """
 
   config: T5Config | LlamaConfig
   serving: DraftServing | None = None
-  states: str = ""
+  states: base.States = ""
   kept: base.Layout = base.Layout.TRAINED
   is_decoder_only: ClassVar[bool] = False
 
   def setup(self):
     self.token_embedder = layers.Embedding(self.config)
     self.draft_head = draft_head_of(self.config, self.serving)
+
+  @property
+  def taps(self) -> tuple[int, ...]:
+    """Numbers of layers whose outputs a draft reads together; () for another draft."""
+    return self.states if isinstance(self.states, tuple) else ()
 
   def read(self, source: jax.Array, mask: jax.Array):
     """Processes prompts [B, S] for `prefill`.
@@ -79,8 +84,8 @@ class LanguageModel(nn.Module):
     cache = make(entries, attended, cache_length)
     if self.states:
       cache = cache.replace(target_states=layers.as_target_states(states))
-    if self.states == "tokens":
-      shape = (source.shape[0], cache_length, self.config.width)
+    if self.states == "tokens" or self.taps:
+      shape = (source.shape[0], cache_length, states.shape[-1])
       cache = cache.replace(token_states=jnp.zeros(shape, states.dtype))
     return cache
 
@@ -99,14 +104,13 @@ class LanguageModel(nn.Module):
 
   def decode(self, tokens: jax.Array, cache: cache_lib.KVCache):
     """See `base.Model.decode`."""
-    start = cache.length
     is_token = tokens != base.NO_TOKEN
     x = jnp.where(is_token[..., None], self.token_embedder(tokens), 0)
+    before = cache
     x, cache = self.decoder.step(x, cache, is_token)
-    if cache.token_states is not None:
-      # As the keys of a single head.
-      states = cache_lib.write(cache.token_states[:, None], x[:, None], start)
-      cache = cache.replace(token_states=states[:, 0])
+    if self.states == "tokens":
+      written = before.with_token_states(x).token_states
+      cache = cache.replace(token_states=written)
     return self._logits(x), cache
 
   @staticmethod

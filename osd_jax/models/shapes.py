@@ -282,6 +282,61 @@ class AttachedConfig(base.Config):
 
 
 @dataclasses.dataclass(frozen=True)
+class EagleConfig(base.Config):
+  """Shape of an EAGLE-3 head; see `models/eagle.py`.
+
+  Attributes:
+    layers: shape of its layers, as of a model with the target's vocabulary. Its dtype,
+      end-of-sequence tokens and tied head are not used.
+    draft_vocab_size: number of tokens that its output head covers.
+    state_layers: the head reads the target's hidden states after each of these numbers
+      of layers; 0 is the embedding.
+    norm_before_residual: the first layer adds to the normalized states, not to the
+      states.
+    state_norm: how the target's states are normalized first: "", "joined" all
+      together, or "each" by itself.
+    norm_output: the head's next step goes on from its normalized outputs.
+  """
+
+  layers: LlamaConfig = LlamaConfig(num_layers=1)
+  draft_vocab_size: base.Count = 32000
+  state_layers: Annotated[
+    tuple[base.CountOrZero, ...], base.NonEmpty("at least one number")
+  ] = (2, 16, 29)
+  norm_before_residual: bool = False
+  state_norm: Annotated[str, base.OneOf("", "joined", "each")] = ""
+  norm_output: bool = False
+
+  def checks(self):
+    size = self.layers.vocab_size
+    return {
+      "draft_vocab_size": (
+        self.draft_vocab_size <= size,
+        f"at most the vocabulary of the target ({size})",
+      ),
+      "layers": (
+        self.layers.windows == (0,) and not self.layers.post_norms,
+        "layers of a Llama or Qwen3 without windows",
+      ),
+    }
+
+  @property
+  def reads(self) -> tuple[int, ...]:
+    """The states that the target keeps; see `AttachedConfig.reads`."""
+    return self.state_layers
+
+  def decoder(self, target: T5Config | LlamaConfig) -> LlamaConfig:
+    """The shape of the layers and of the output head, in the dtype of a target."""
+    return dataclasses.replace(
+      self.layers,
+      vocab_size=self.draft_vocab_size,
+      eos_ids=(0,),
+      tied_head=False,
+      dtype=target.dtype,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class DraftServing(base.Config):
   """Approximations in the copy of a draft that serves requests.
 

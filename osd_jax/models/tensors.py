@@ -5,6 +5,7 @@ Reading a model needs memory for its parameters and for one tensor of the file.
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import mmap
@@ -29,6 +30,7 @@ _DTYPES = {
   "F32": np.float32,
   "F64": np.float64,
 }
+_INTEGERS = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_, "U8": np.uint8}
 _ALIGNMENT = 64  # bytes
 
 
@@ -42,12 +44,15 @@ class Tensors:
   place: Callable[[str], object]
   # Names of the tensors that are read in bfloat16, as far as a header says so.
   short: frozenset[str] = frozenset()
+  # Like `read`, for tensors of integers; those are never parameters of a model.
+  read_integers: Callable[[str], np.ndarray] = lambda name: np.zeros(0, np.int64)
 
 
 def of_arrays(arrays: Mapping[str, Any], place: object = "memory") -> Tensors:
   """Tensors from arrays in memory."""
   shapes = {name: tuple(x.shape) for name, x in arrays.items()}
-  return Tensors(shapes, arrays.__getitem__, lambda name: place)
+  read = arrays.__getitem__
+  return Tensors(shapes, read, lambda name: place, read_integers=read)
 
 
 def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
@@ -70,9 +75,9 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
   except (OSError, safetensors.SafetensorError) as error:
     raise _incomplete(path, error) from error
 
-  def read(name: str) -> np.ndarray:
+  def read(name: str, dtypes: Mapping[str, Any] = _DTYPES) -> np.ndarray:
     about = header[name]
-    if about["dtype"] not in _DTYPES:
+    if about["dtype"] not in dtypes:
       raise _not_floating(name, path, about["dtype"])
     # Offsets count from the end of the header.
     start, stop = about["data_offsets"]
@@ -83,12 +88,13 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
       if file.readinto(memoryview(buffer)[: stop - start]) < stop - start:
         raise _incomplete(path, f"it ends inside tensor {name}")
     count = math.prod(about["shape"])
-    array = np.frombuffer(buffer, _DTYPES[about["dtype"]], count)
+    array = np.frombuffer(buffer, dtypes[about["dtype"]], count)
     return array.reshape(about["shape"])
 
   shapes = {name: tuple(header[name]["shape"]) for name in names}
   short = frozenset(name for name in names if header[name]["dtype"] == "BF16")
-  tensors = Tensors(shapes, read, lambda name: path, short)
+  integers = functools.partial(read, dtypes=_INTEGERS)
+  tensors = Tensors(shapes, read, lambda name: path, short, integers)
   return tensors, header.get("__metadata__", {})
 
 

@@ -22,17 +22,25 @@ from osd_jax import base, remote
 from osd_jax.models import families
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import AttachedConfig, LlamaConfig, T5Config, T5GemmaConfig
+from osd_jax.models.shapes import (
+  AttachedConfig,
+  EagleConfig,
+  LlamaConfig,
+  T5Config,
+  T5GemmaConfig,
+)
 
 _KINDS = {
   "osd_jax.t5": T5Config,
   "osd_jax.llama": LlamaConfig,
   "osd_jax.t5gemma": T5GemmaConfig,
   "osd_jax.attached": AttachedConfig,
+  "osd_jax.eagle": EagleConfig,
 }
 _FORMATS = {kind: name for name, kind in _KINDS.items()}
 _MODELS = ("osd_jax.t5", "osd_jax.llama", "osd_jax.t5gemma")
-ATTACHED = "osd_jax.attached"
+ATTACHED = ("osd_jax.attached", "osd_jax.eagle")
+_OWN = "own/"  # before the names of `AttachedWeights.own`
 _AS_HELD = "as held"
 
 # Fields of a shape that a target shares with its copies.
@@ -72,13 +80,15 @@ class Weights:
 class AttachedWeights:
   """The content of the weights file of an attached draft."""
 
-  config: AttachedConfig  # shape of the draft
-  params: base.Params  # the draft's own parameters in float32
+  config: AttachedConfig | EagleConfig  # shape of the draft
+  params: base.Params  # the draft's trained parameters in float32
   target: str  # `Identity.fingerprint` of its target
   target_name: str = ""  # name of that target, for error messages
   notes: str = ""  # how the weights were made
   # `Identity.sizes` of that target, "" in files of earlier versions.
   target_sizes: str = ""
+  # What an EAGLE-3 head has in place of a part of the target, see `eagle.frozen_of`.
+  own: base.Params = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +180,15 @@ def save(
       f" {_AS_HELD!r}."
     )
   # Every text field of the dataclass is stored under its own name.
-  fields = dataclasses.asdict(dataclasses.replace(weights, params={}))
+  flat, own = tensors_lib.flat(weights.params), getattr(weights, "own", {})
+  flat |= {f"{_OWN}{name}": leaf for name, leaf in own.items()}
+  fields = {f.name: getattr(weights, f.name) for f in dataclasses.fields(weights)}
   metadata = {
     "format": _FORMATS[type(weights.config)],
     **{field: value for field, value in fields.items() if isinstance(value, str)},
     "config": _config_json(weights.config),
   }
-  return _write(path, tensors_lib.flat(weights.params), storage, metadata)
+  return _write(path, flat, storage, metadata)
 
 
 def save_tree(
@@ -197,7 +209,10 @@ def _write(
   A link stays, and the file that it points to is replaced.
   """
   dtype = None if storage == _AS_HELD else storage
-  tensors = {name: jnp.asarray(x, dtype) for name, x in flat.items()}
+  is_floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+  tensors = {
+    name: jnp.asarray(x, dtype if is_floating(x) else None) for name, x in flat.items()
+  }
   with remote.stored(given) as path:
     path = Path(os.path.realpath(path))
     partial = path.with_name(path.name + ".partial")
@@ -248,7 +263,7 @@ def load(path: str | Path, as_stored: bool = False) -> Weights:
   return Weights(config, params, header.get("vocabulary", ""), header.get("notes", ""))
 
 
-def shape_of(path: str | Path) -> ModelConfig | AttachedConfig:
+def shape_of(path: str | Path) -> ModelConfig | AttachedConfig | EagleConfig:
   """The configuration in the header of a file; reads no tensors."""
   return opened(Path(path), tuple(_KINDS))[2]
 
@@ -260,7 +275,7 @@ def bfloat16_of(path: str | Path) -> frozenset[str]:
 
 def is_attached(path: Path) -> bool:
   """Whether a file exists and contains an attached draft."""
-  return path.is_file() and tensors_lib.format_of(path) == ATTACHED
+  return path.is_file() and tensors_lib.format_of(path) in ATTACHED
 
 
 def opened(
@@ -270,7 +285,7 @@ def opened(
   tensors, header = tensors_lib.of_safetensors(path)
   if header.get("format") not in wanted:
     advice = "`osd pretrain`, `osd offline` and `osd convert` write such files."
-    if header.get("format") == ATTACHED:
+    if header.get("format") in ATTACHED:
       advice = (
         "An attached draft is served together with its target, as PairConfig.draft. It"
         " has no head or embedding of its own, so that it cannot be a target, and"
@@ -305,6 +320,17 @@ def read_params(
   tensors_lib.check(tensors.shapes, expected, path)
   names = {name: name for name in expected}
   return tensors_lib.read_params(tensors, names, as_stored=as_stored)
+
+
+def own_parts(tensors: tensors_lib.Tensors) -> tuple[base.Params, tensors_lib.Tensors]:
+  """Reads `AttachedWeights.own` of a file; returns it and the other tensors."""
+  own: base.Params = {}
+  if (name := f"{_OWN}ids") in tensors.shapes:
+    own["ids"] = tensors.read_integers(name)
+  if (name := f"{_OWN}embedding") in tensors.shapes:
+    own["embedding"] = tensors.read(name)
+  rest = {n: x for n, x in tensors.shapes.items() if not n.startswith(_OWN)}
+  return own, dataclasses.replace(tensors, shapes=rest)
 
 
 def _config_json(config: Any) -> str:

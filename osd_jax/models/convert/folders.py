@@ -143,6 +143,7 @@ def _of_shards(index: Path) -> Tensors:
     lambda name: shards[places[name]].read(name),
     lambda name: index.parent / places[name],
     frozenset().union(*(shard.short for shard in shards.values())),
+    lambda name: shards[places[name]].read_integers(name),
   )
 
 

@@ -150,7 +150,7 @@ def _without_wrapper(tensors: Tensors) -> Tensors:
   """Leaves out the prefixes that wrappers of torch have put before all names."""
   names = {_WRAPPERS.sub("", name): name for name in tensors.shapes}
   starts = {theirs.removesuffix(ours) for ours, theirs in names.items()}
-  return _renamed(tensors, names) if len(starts) == 1 else tensors
+  return renamed(tensors, names) if len(starts) == 1 else tensors
 
 
 def _text_tensors(tensors: Tensors) -> Tensors:
@@ -161,16 +161,17 @@ def _text_tensors(tensors: Tensors) -> Tensors:
     for prefix in _TEXT_PREFIXES
     if name.startswith(prefix)
   }
-  return _renamed(tensors, names) if names else tensors
+  return renamed(tensors, names) if names else tensors
 
 
-def _renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-  """The tensors of other names, by new ones."""
+def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+  """The tensors by other names: new name -> name in the file."""
   return Tensors(
     {ours: tensors.shapes[theirs] for ours, theirs in names.items()},
     lambda name: tensors.read(names[name]),
     lambda name: tensors.place(names[name]),
     frozenset(ours for ours, theirs in names.items() if theirs in tensors.short),
+    lambda name: tensors.read_integers(names[name]),
   )
 
 
@@ -203,12 +204,6 @@ def write(
     InputError: the folder is not empty, or transformers has no such model.
     DiskError: the folder cannot be written.
   """
-  folder = Path(folder)
-  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-    raise base.InputError(
-      f"convert: output {folder} is in use, expected a new or empty folder;"
-      " remove it or choose another."
-    )
   fields = config_to(weights.config)
   flat = tensors_lib.flat(weights.params)
   tensors_lib.check(
@@ -226,17 +221,35 @@ def write(
     )
     for path, x in flat.items()
   }
+  text = json.dumps(fields, indent=2) + "\n"
+  return write_folder(folder, tensors, {"config.json": text.encode(), **tokenizer})
+
+
+def write_folder(
+  folder: str | Path, tensors: Mapping[str, np.ndarray], files: Mapping[str, bytes]
+) -> Path:
+  """Writes tensors and other files to a new or empty folder, all of them or none.
+
+  Raises:
+    InputError: the folder is not empty.
+    DiskError: the folder cannot be written.
+  """
+  folder = Path(folder)
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise base.InputError(
+      f"convert: output {folder} is in use, expected a new or empty folder;"
+      " remove it or choose another."
+    )
   # Write a temporary folder and rename it, so that readers see all files or none.
   partial = folder.with_name(folder.name + ".partial")
   shutil.rmtree(partial, ignore_errors=True)
   try:
     partial.mkdir(parents=True)
-    (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    for name, content in files.items():
+      (partial / name).write_bytes(content)
     # The safetensors library makes private files; give them the usual mode.
     for path in _save(tensors, partial):
-      shutil.copymode(partial / "config.json", path)
-    for name, content in tokenizer.items():
-      (partial / name).write_bytes(content)
+      shutil.copymode(partial / next(iter(files)), path)
     os.replace(partial, folder)
   except (OSError, safetensors.SafetensorError) as error:
     raise weights_lib.unwritable(folder, error) from error

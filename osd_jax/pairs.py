@@ -416,6 +416,7 @@ def shape_of(
   """The shape of "target" or "draft", from the header of its file or config.json."""
   if field == "draft" and is_head(config):
     target = shape_of(config, "target")
+    assert not isinstance(target, AttachedConfig | EagleConfig)
     return heads.shape_of(config.path(field), target)
   with _reading(config, field) as (module, path):
     return module.shape_of(path)

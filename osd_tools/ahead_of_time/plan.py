@@ -17,9 +17,9 @@ from osd_jax.decoding.rounds import DecodeSpec
 from osd_jax.distillation import buffer as buffer_lib
 from osd_jax.distillation import update
 from osd_jax.engine import steps
-from osd_jax.models import attached, families, served, tensors
+from osd_jax.models import attached, eagle, families, served, tensors
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import EXACT_SERVING, AttachedConfig
+from osd_jax.models.shapes import EXACT_SERVING, AttachedConfig, EagleConfig
 from osd_tools import chips, sizes
 
 
@@ -63,8 +63,8 @@ class Plan:
     # The devices are descriptions. Shapes get shardings on them, but no array exists.
     self.partitioner = partitioning.over(run.partition, topology.devices())
     target, draft = _shapes(pair, layers)
-    is_attached = isinstance(draft, AttachedConfig)
-    states = draft.reads if isinstance(draft, AttachedConfig) else ""
+    is_attached = isinstance(draft, AttachedConfig | EagleConfig)
+    states = draft.reads if isinstance(draft, AttachedConfig | EagleConfig) else ""
     serving = pair.draft_serving
     # The layouts of the C++ kernels do not apply to other machines.
     self.is_split = self.partitioner.mesh.size > 1
@@ -78,7 +78,7 @@ class Plan:
       self.target = families.build(target, "target", states=states, kept=layout)
       prepare = functools.partial(served.prepare, target, EXACT_SERVING)
       self.target_params = _result(prepare, params)
-      if is_attached:
+      if isinstance(draft, AttachedConfig | EagleConfig):
         self.draft = attached.build(draft, target, "attached draft", serving, layout)
       else:
         self.draft = families.build(draft, "draft", serving)
@@ -91,6 +91,10 @@ class Plan:
         frozen_of = functools.partial(
           attached.frozen_of, target, serving=serving, kept=layout
         )
+        if isinstance(draft, EagleConfig):
+          ids = eagle.first_ids(draft)
+          own = {} if ids is None else {"ids": ids}
+          frozen_of = functools.partial(eagle.frozen_of, draft, target, own=own)
         self.frozen = _result(frozen_of, self.target_params)
       whole = self.draft.join(self.draft_params, self.frozen)
       # As `Engine`, for which one device is no mesh.
@@ -111,7 +115,7 @@ class Plan:
       "target, copies for steps": _copies(
         self.target.prepare, self.target_params, self.is_split
       ),
-      "draft, as loaded": (self.draft_params, self.frozen and self.frozen["head"]),
+      "draft, as loaded": (self.draft_params, self.frozen and self.frozen.get("head")),
       "draft, copies for steps": self.draft_served,
       "caches and rows": self.state,
     }
@@ -186,13 +190,14 @@ class Plan:
 
 def _shapes(
   pair: pairs.PairConfig, layers: int
-) -> tuple[ModelConfig, ModelConfig | AttachedConfig]:
+) -> tuple[ModelConfig, ModelConfig | AttachedConfig | EagleConfig]:
   """Returns the shapes of target and draft, by name or from their weights."""
   target, draft = _shape(pair, "target", layers), _shape(pair, "draft", layers)
-  assert not isinstance(target, AttachedConfig)
+  assert not isinstance(target, AttachedConfig | EagleConfig)
   if not layers:
     target = pairs.with_state_layer(pair, target)
-  if not isinstance(draft, AttachedConfig) and target.vocab_size != draft.vocab_size:
+  has_own_ids = not isinstance(draft, AttachedConfig | EagleConfig)
+  if has_own_ids and target.vocab_size != draft.vocab_size:
     raise base.InputError(
       f"PairConfig: target {pair.target} has {target.vocab_size} token ids, draft"
       f" {pair.draft} has {draft.vocab_size}; expected the same number. Choose a draft"
@@ -203,7 +208,7 @@ def _shapes(
 
 def _shape(
   pair: pairs.PairConfig, field: str, layers: int
-) -> ModelConfig | AttachedConfig:
+) -> ModelConfig | AttachedConfig | EagleConfig:
   """Returns the shape of "target" or "draft"."""
   value = pair.named(field)
   if field == "draft" and value == pairs.CACHE:
@@ -217,7 +222,10 @@ def _shape(
     shape = sizes.size(Path(value).name)
   else:
     shape = pairs.shape_of(pair, field)
-  if isinstance(shape, AttachedConfig):
+  if isinstance(shape, EagleConfig) and layers:
+    cut = tuple(min(number, layers) for number in shape.state_layers)
+    return dataclasses.replace(shape, state_layers=cut)
+  if isinstance(shape, AttachedConfig | EagleConfig):
     return shape
   shape = dataclasses.replace(shape, dtype=pair.dtype)
   if not layers:

@@ -9,13 +9,24 @@ import numpy as np
 from models import tiny
 
 from osd_jax import testing
-from osd_jax.models import attached, families
-from osd_jax.models.shapes import EXACT_SERVING, AttachedConfig, RopeScaling
+from osd_jax.models import attached, eagle, families
+from osd_jax.models.shapes import (
+  EXACT_SERVING,
+  AttachedConfig,
+  EagleConfig,
+  RopeScaling,
+)
 
 ROWS, SOURCE, TARGET, ROOM = 3, 7, 6, 4
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 LLAMA = testing.TINY_LLAMA
 DRAFT = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
+HEAD = EagleConfig(
+  layers=dataclasses.replace(LLAMA, num_layers=1),
+  draft_vocab_size=64,
+  state_layers=(0, 1, 2),
+  state_norm="joined",
+)
 SCALED = RopeScaling(factor=4.0, original_positions=64)
 LLAMAS = {
   "llama": dataclasses.replace(LLAMA, rope_scaling=SCALED, rope_theta=500.0),
@@ -55,6 +66,18 @@ ATTACHED = {
     dataclasses.replace(DRAFT, num_layers=2, reads="tokens"),
   ),
   "reads the tokens of llama": (LLAMA, dataclasses.replace(DRAFT, reads="tokens")),
+  "eagle of llama": (LLAMA, HEAD),
+  "eagle of qwen3": (
+    dataclasses.replace(LLAMA, num_layers=3),
+    dataclasses.replace(
+      HEAD,
+      layers=dataclasses.replace(HEAD.layers, query_key_norm=True, num_layers=2),
+      state_layers=(1, 3),
+      norm_before_residual=True,
+      state_norm="each",
+      norm_output=True,
+    ),
+  ),
 }
 CASES = [*ALONE, *ATTACHED]
 
@@ -80,7 +103,7 @@ class Runner:
       self.target = families.build(self.shape, "target", states=draft.reads)
       self.target_params = _noisy(self.target, 0)
       self.model = attached.build(draft, self.shape, "draft", serving)
-      frozen = attached.frozen_of(self.shape, self.target_params, serving)
+      frozen = frozen_of(draft, self.shape, self.target_params, serving)
       self.params = self.model.join(_noisy(self.model, 1), frozen)
     else:
       self.target = self.model = families.build(self.shape, serving=serving)
@@ -147,7 +170,8 @@ class Runner:
   def start(self, source=None, served=None):
     """The cache after prefill."""
     source = self.source if source is None else source
-    read = self.target_states(source) if self.is_attached else source
+    states = self.target_states(source) if self.is_attached else None
+    read = self.model.prompt_of(source, states)
     served = self.served() if served is None else served
     mask = self.model.mask(source)
     return prefill(self.model, served, read, mask, TARGET + ROOM)
@@ -162,6 +186,13 @@ class Runner:
       logits, cache = decode(self.model, served, part, cache, *states)
       rows.append(logits)
     return np.concatenate(rows, axis=1), cache
+
+
+def frozen_of(draft, shape, target_params, serving=EXACT_SERVING):
+  """The target's part of an attached draft."""
+  if isinstance(draft, EagleConfig):
+    return eagle.frozen_of(draft, shape, target_params, {})
+  return attached.frozen_of(shape, target_params, serving)
 
 
 def _noisy(model, seed):

@@ -21,6 +21,7 @@ from osd_jax import base
 from osd_jax.models import attached, weights
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.convert import folders, hugging_face, llama
+from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import EagleConfig, LlamaConfig
 from osd_jax.models.tensors import Tensors
 
@@ -60,7 +61,7 @@ def is_head(folder: Path) -> bool:
   return _TYPE in fields or "draft_vocab_size" in fields
 
 
-def shape_of(folder: Path, target: LlamaConfig | None = None) -> EagleConfig:
+def shape_of(folder: Path, target: ModelConfig | None = None) -> EagleConfig:
   """The shape of a head; `target` says which layers it reads if its file does not.
 
   Raises:
@@ -75,7 +76,7 @@ def shape_of(folder: Path, target: LlamaConfig | None = None) -> EagleConfig:
   folders.check_field(says, "model_type", layers["model_type"], tuple(_DEFAULTS))
   layers = {**_DEFAULTS[layers["model_type"]], **layers}
   norms = ("joined", "norm_before_fc"), ("each", "fc_norm")
-  shape = dataclasses.replace(llama.config_from(layers), tied_head=False, eos_ids=(0,))
+  shape = dataclasses.replace(llama.config_from(layers), tied_head=False)
   return EagleConfig(
     layers=shape,
     draft_vocab_size=fields.get("draft_vocab_size") or shape.vocab_size,
@@ -87,7 +88,7 @@ def shape_of(folder: Path, target: LlamaConfig | None = None) -> EagleConfig:
 
 
 def _state_layers(
-  folder: Path, fields: Mapping[str, Any], target: LlamaConfig | None
+  folder: Path, fields: Mapping[str, Any], target: ModelConfig | None
 ) -> tuple[int, ...]:
   """The numbers of layers whose states a head reads."""
   first, theirs = 0, fields.get(_LAYER_IDS)
@@ -95,7 +96,7 @@ def _state_layers(
     first, theirs = 1, (fields.get("eagle_config") or {}).get(_LAYER_IDS)
   if theirs:
     return tuple(first + number for number in theirs)
-  if target is None:
+  if not isinstance(target, LlamaConfig):
     raise base.InputError(
       f"convert: {folder / 'config.json'}: field {_LAYER_IDS}: received nothing, so"
       " the layers depend on the number of the target's; bind ConvertConfig.model to"
@@ -111,7 +112,7 @@ def usual_layers(target: LlamaConfig) -> tuple[int, ...]:
 
 def load(
   folder: Path,
-  target: LlamaConfig | None = None,
+  target: ModelConfig | None = None,
   embedding: Any = None,
 ) -> weights.AttachedWeights:
   """Reads a head.
@@ -168,7 +169,7 @@ def _target_name(fields: Mapping[str, Any]) -> str:
 
 
 def _check_target(
-  folder: Path, config: EagleConfig, target: LlamaConfig, tensors: Tensors, name: str
+  folder: Path, config: EagleConfig, target: ModelConfig, tensors: Tensors, name: str
 ) -> None:
   """Raises InputError unless the sizes of a head fit a target."""
   width = len(config.state_layers) * target.width
@@ -178,8 +179,9 @@ def _check_target(
     (f"states of {len(config.state_layers)} layers, width", reads, width),
   )
   wrong = [f"{what} {x} instead of {y}" for what, x, y in facts if x != y]
-  if max(config.state_layers) > target.num_layers:
-    wrong.append(f"layers {config.state_layers} of {target.num_layers}")
+  depth = getattr(target, "num_layers", 0)
+  if max(config.state_layers) > depth:
+    wrong.append(f"layers {config.state_layers} of {depth}")
   if wrong:
     made_for = f" It was made for {name}." if name else ""
     raise base.InputError(

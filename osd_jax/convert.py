@@ -9,12 +9,15 @@ import rich.console
 
 from osd_jax import assets, base, formats, pairs, runs
 from osd_jax.data.vocabulary import Vocabulary, tokenizer_files
-from osd_jax.models import weights
+from osd_jax.models import attached, weights
+from osd_jax.models.convert import eagle as heads
 from osd_jax.models.convert import folders, hugging_face
 from osd_jax.models.families import ModelConfig
-from osd_jax.models.shapes import T5Config
+from osd_jax.models.shapes import EagleConfig, T5Config
 
 _HUGGING_FACE, _T5X, _OSD = "hugging_face", "t5x", "osd"
+_HEAD, _OSD_HEAD = "EAGLE-3 head", "draft"
+_HEAD_KINDS = heads.SPECULATORS, heads.SPECFORGE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +25,14 @@ class ConvertConfig(base.Config):
   """One conversion.
 
   Attributes:
-    source: a transformers folder, a GGUF file, a t5x folder (checkpoint_STEP), or a
-      weights file of this package.
-    output: file to write, or a folder if `output_kind` is "hugging_face".
-    output_kind: "osd" or "hugging_face".
-    model: shape of the model; required for t5x, whose checkpoints do not store it.
+    source: a transformers folder, a GGUF file, a t5x folder (checkpoint_STEP), a folder
+      with an EAGLE-3 head, or a weights file of this package.
+    output: file to write, or a folder unless `output_kind` is "osd".
+    output_kind: "osd" or "hugging_face"; "speculators" or "specforge" for an EAGLE-3
+      head.
+    model: shape of the model; required for t5x, whose checkpoints do not store it, and
+      for an EAGLE-3 head that does not say which layers of its target it reads: the
+      target's shape.
     vocabulary: vocabulary of the weights, see `PairConfig.vocabulary`; "" if unknown.
       A weights file stores its fingerprint, a transformers folder its tokenizer.
     extra_ids: sentinels after the pieces of the vocabulary, see `Vocabulary.load`.
@@ -34,7 +40,7 @@ class ConvertConfig(base.Config):
 
   source: base.Path
   output: base.Path
-  output_kind: Annotated[str, base.OneOf(_OSD, _HUGGING_FACE)] = _OSD
+  output_kind: Annotated[str, base.OneOf(_OSD, _HUGGING_FACE, *_HEAD_KINDS)] = _OSD
   model: ModelConfig | None = None
   vocabulary: str = ""
   extra_ids: base.CountOrZero = 0
@@ -54,12 +60,14 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
     ValueError: the source cannot be read, or its tensors, its shape and the vocabulary
       do not fit together.
   """
-  to_folder = config.output_kind == _HUGGING_FACE
+  to_folder = config.output_kind != _OSD
   # Checked first: converting a large model takes minutes.
   kind = "new folder" if to_folder else "file"
   runs.check_output("ConvertConfig.output", config.output, kind)
   source = assets.resolve(config.source, "ConvertConfig.source")
   kind = _kind_of(source)
+  if kind in (_HEAD, _OSD_HEAD) or config.output_kind in _HEAD_KINDS:
+    return runs.RunResult(_convert_head(config, source, kind))
   model = _READERS[kind](config, source)
   # A given shape is only a check here: these formats store their own.
   if config.model is not None and kind != _T5X:
@@ -90,11 +98,35 @@ _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {
 }
 
 
+def _convert_head(config: ConvertConfig, source: Path, kind: str) -> Path:
+  """Converts an EAGLE-3 head from a folder or file of this package, or to one."""
+  if kind == _HEAD:
+    head = heads.load(source, config.model)
+  else:
+    head = attached.read(source) if kind == _OSD_HEAD else None
+  if head is None or not isinstance(head.config, EagleConfig):
+    raise base.InputError(
+      f"ConvertConfig.source: {source} holds no EAGLE-3 head, and output_kind"
+      f" {config.output_kind!r} is for one; expected a folder of speculators or"
+      " SpecForge, or a draft that was learned from one."
+    )
+  if config.output_kind == _HUGGING_FACE:
+    raise base.InputError(
+      f"ConvertConfig.output_kind: received {_HUGGING_FACE!r} for an EAGLE-3 head,"
+      f" expected one of {', '.join(map(repr, (*_HEAD_KINDS, _OSD)))}."
+    )
+  if config.output_kind == _OSD:
+    return weights.save(config.output, head)
+  return heads.write(config.output, head, config.output_kind)
+
+
 def _kind_of(source: Path) -> str:
   if formats.reader_of(source):
     return _HUGGING_FACE
+  if source.is_dir() and heads.is_head(source):
+    return _HEAD
   if source.is_file():
-    return _OSD
+    return _OSD_HEAD if weights.is_attached(source) else _OSD
   if (source / "config.json").is_file():
     return _HUGGING_FACE
   if (source / "checkpoint").is_file() or (source / "state").is_dir():

@@ -538,7 +538,10 @@ def _draft(
       small = weights.load(config.path("target"))
       return formats.tool("padded").attached_draft(path, small, identity)
     if weights.is_attached(path):
-      return attached.load(path, identity, config.sibling_draft)
+      draft = attached.load(path, identity, config.sibling_draft)
+      if isinstance(draft.config, EagleConfig):
+        heads.check_target(path, draft.config, _decoder_only(config, target))
+      return draft
     draft = _typed(config, module.load(path))  # it is trained in float32
   check_vocabulary(config, "draft", draft, vocabulary)
   if type(target.config) is not type(draft.config):
@@ -560,13 +563,14 @@ def _new_draft(
 ) -> weights.AttachedWeights:
   """An attached draft with random parameters."""
   shape, own = config.attached, {}
-  if isinstance(shape, EagleConfig):
-    _decoder_only(config, target)
-    if (ids := eagle.first_ids(shape)) is not None:
-      own["ids"] = ids
   # A fixed seed: two runs with the same settings start from the same draft.
   model = attached.build(shape, target.config)
   params = jax.jit(model.init)(jax.random.key(_SEED))
+  if isinstance(shape, EagleConfig):
+    heads.check_target("PairConfig.attached", shape, _decoder_only(config, target))
+    ids = eagle.first_ids(shape)
+    own = {} if ids is None else {"ids": ids}
+    params = eagle.begun(shape, target.params, params, ids)
   return weights.AttachedWeights(shape, params, identity.fingerprint, own=own)
 
 

@@ -88,7 +88,9 @@ def online_of(family="t5", is_attached=False, has_shortlist=False, **changes):
     pair = files[family]
     if is_cache:
       pair = dataclasses.replace(pair, draft=pairs.CACHE)
-    if is_attached:
+    if reads == "layers":
+      pair = tiny_online.with_head(pair)
+    elif is_attached:
       pair = tiny_online.attached(pair)
       shape = dataclasses.replace(pair.attached, reads=reads)
       pair = dataclasses.replace(pair, attached=shape)
@@ -143,6 +145,12 @@ FEATURES = {
     reads="tokens",
     sampling=SamplingConfig(temperature=0.8, seed=3),
     decoding={"acceptance_rule": "block", "prefill_chunk": 4},
+  ),
+  "EAGLE-3 head, n-gram cache, adaptive K": online_of(
+    "llama",
+    reads="layers",
+    gate=HASTY,
+    decoding={"cache_tokens": 1 << 10, "adaptive": CHOICE},
   ),
   "cache alone": online_of("llama", is_cache=True, decoding={"cache_tokens": 1 << 10}),
   "n-gram cache, adaptive K": online_of(

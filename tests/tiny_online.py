@@ -17,7 +17,7 @@ from osd_jax.data import batches, examples, streams
 from osd_jax.distillation import buffer, learner, losses, optimizers, schedule, update
 from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import shapes, weights
-from osd_jax.models.shapes import AttachedConfig
+from osd_jax.models.shapes import AttachedConfig, EagleConfig
 
 REQUESTS, INTERVAL, SOURCE, LENGTH, CHECKPOINT = 24, 4, 40, 12, 5
 SHAPE = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
@@ -47,6 +47,17 @@ def save_lively_pair(folder: Path, family: str = "t5") -> pairs.PairConfig:
 def attached(pair: pairs.PairConfig) -> pairs.PairConfig:
   """The same target with an attached draft of random parameters."""
   return dataclasses.replace(pair, draft=pairs.ATTACHED, attached=SHAPE)
+
+
+def with_head(pair: pairs.PairConfig) -> pairs.PairConfig:
+  """The same target, a Llama, with a new EAGLE-3 head."""
+  shape = weights.shape_of(pair.target)
+  head = EagleConfig(
+    layers=dataclasses.replace(shape, num_layers=1),
+    draft_vocab_size=900,
+    state_layers=(0, 1, shape.num_layers),
+  )
+  return dataclasses.replace(pair, draft=pairs.ATTACHED, attached=head)
 
 
 def tasks(split: str, limit: int) -> tuple[examples.TaskConfig, ...]:

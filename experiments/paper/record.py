@@ -21,14 +21,14 @@ import sets
 
 from osd_jax import base, corpus, pairs, sharding
 from osd_jax.engine.requests import DecodingConfig, SamplingConfig
-from osd_jax.models.shapes import AttachedConfig
+from osd_jax.models.shapes import AttachedConfig, EagleConfig
 
 ROWS = pathlib.Path("runs/paper/rows")
 # Small enough that a draft step costs little next to a target of 135 M parameters.
 DRAFT = AttachedConfig(width=256, num_heads=4, head_dim=64, mlp_dim=768, reads="tokens")
 
 
-def load(target: str, shape: AttachedConfig = DRAFT) -> pairs.Pair:
+def load(target: str, shape: AttachedConfig | EagleConfig = DRAFT) -> pairs.Pair:
   """Loads a target with a new attached draft."""
   config = pairs.PairConfig(target=target, draft=pairs.ATTACHED, attached=shape)
   return pairs.load_pair(config, sharding.make())

@@ -52,12 +52,13 @@ from osd_jax import base, corpus, pairs
 from osd_jax.data import examples
 from osd_jax.data.batches import BatchConfig, read_corpus
 from osd_jax.models import families
-from osd_jax.models.shapes import AttachedConfig, LlamaConfig
+from osd_jax.models.convert import eagle as heads
+from osd_jax.models.shapes import AttachedConfig, EagleConfig, LlamaConfig
 from osd_tools import replay
 
 CELLS = HERE / "cells.jsonl"
 FOLDER = pathlib.Path("runs/paper")  # of distilled drafts
-DRAFTS = ("attached", "independent")
+DRAFTS = ("attached", "independent", "eagle")
 # What a table has in common: the pair, the sets, and the sizes and steps of drafts.
 SETTINGS = ("pair", "set", "warm", "online", "chats", "chat_steps", "warm_steps")
 KEY = (*SETTINGS, "column", "seed")
@@ -251,11 +252,13 @@ def published(args: argparse.Namespace, name: str) -> columns.Study:
   """A published target and a draft that knows generic chats, on a set or on all."""
   recorded, folder = record.load(args.target), args.rows_folder / args.name
   is_attached = args.draft == "attached"
-  pair = recorded if is_attached else with_independent_draft(recorded)
+  pair = recorded if is_attached else MAKERS[args.draft](recorded, args.target)
 
   def rows(name: str, count: int) -> base.DistillationBatch:
     prompts = sets.read(args.data, pair.vocabulary, name)
     answers = record.rows_of(recorded, prompts, folder, count)
+    if args.draft == "eagle":
+      return with_states(pair, answers, folder / f"{name}_{count}_layers")
     # States of the target are for attached drafts alone.
     return answers if is_attached else answers.replace(**dict.fromkeys(answers.states))
 
@@ -280,8 +283,9 @@ def first(rows: base.DistillationBatch, count: int) -> base.DistillationBatch:
   return jax.tree.map(lambda leaf: leaf[:count], rows)
 
 
-def with_independent_draft(pair: pairs.Pair) -> pairs.Pair:
+def with_independent_draft(pair: pairs.Pair, path: str) -> pairs.Pair:
   """The paper's form of a draft: a small model of the target's kind and vocabulary."""
+  del path  # the target is the same
   assert pair.identity is not None
   target = pair.identity.config
   if not isinstance(target, LlamaConfig):
@@ -293,6 +297,50 @@ def with_independent_draft(pair: pairs.Pair) -> pairs.Pair:
     pair, draft=draft, draft_params=params, draft_config=shape, is_new=False
   )
 
+
+def with_eagle_head(pair: pairs.Pair, path: str) -> pairs.Pair:
+  """The same target with a new EAGLE-3 head, over the whole vocabulary."""
+  assert pair.identity is not None
+  target = pair.identity.config
+  if not isinstance(target, LlamaConfig):
+    raise SystemExit("--draft: 'eagle' needs a target of the Llama family")
+  return record.load(
+    path,
+    EagleConfig(
+      layers=dataclasses.replace(target, num_layers=1),
+      draft_vocab_size=target.vocab_size,
+      state_layers=heads.usual_layers(target),
+    ),
+  )
+
+
+def with_states(
+  pair: pairs.Pair, answers: base.DistillationBatch, path: pathlib.Path
+) -> base.DistillationBatch:
+  """Adds the states that a head reads, computed once from the recorded texts."""
+  if not (file := path.with_suffix(".npy")).exists():
+    served, parts = pair.target.prepare(pair.target_params), []
+    read = jax.jit(lambda *prompts: pair.target.prefill(*prompts, 1).target_states)
+    for start in range(0, len(answers.weight), STATE_ROWS):
+      rows = slice(start, start + STATE_ROWS)
+      source, text = answers.source[rows], answers.target[rows]
+      mask = np.concatenate([pair.target.mask(source), answers.mask[rows]], axis=1)
+      # A text is read like a prompt, which may have padding anywhere.
+      states = read(served, np.concatenate([source, text], axis=1), mask)
+      parts.append(np.asarray(states).view(np.uint16))  # numpy's files know no bfloat16
+      done = min(start + STATE_ROWS, len(answers.weight))
+      print(f"{path.stem}: {done} of {len(answers.weight)}", flush=True)
+    np.save(file, np.concatenate(parts))
+  both = np.load(file, mmap_mode="r").view(jax.numpy.bfloat16)
+  length = answers.source.shape[1]
+  last = pair.target.mask(answers.source).sum(1) - 1  # the first input of decoding
+  first = both[np.arange(len(last)), last][:, None]
+  token_states = np.concatenate([first, both[:, length:-1]], axis=1)
+  return answers.replace(target_states=both[:, :length], token_states=token_states)
+
+
+STATE_ROWS = 16  # answers that are read at once
+MAKERS = {"independent": with_independent_draft, "eagle": with_eagle_head}
 
 # 5.2 million parameters with a vocabulary of 49,152.
 SMALL = {

@@ -328,7 +328,8 @@ def load(
   own_target = header.get("target", "")
   # The shapes may fit another target, but its states mean something else: the draft
   # would run, and nearly all of its tokens would be rejected.
-  if own_target != target.fingerprint:
+  is_published = isinstance(config, EagleConfig) and not own_target
+  if own_target != target.fingerprint and not is_published:
     fact = (
       f"{path} is attached to the target {header.get('target_name') or 'unknown'}"
       f" ({own_target[:12]}...), received {target.name} ({target.fingerprint[:12]}...)."
@@ -349,8 +350,18 @@ def load(
       )
   model = build(config, target.config)
   expected = tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
+  return _read(path, tensors, header, config, expected)
+
+
+def read(path: str | Path) -> weights.AttachedWeights:
+  """Reads the file of an attached draft, whatever its target; see `weights.load`."""
+  tensors, header, config = weights.opened(Path(path), weights.ATTACHED)
+  return _read(path, tensors, header, config)
+
+
+def _read(path, tensors, header, config, expected=None) -> weights.AttachedWeights:
   fields = ("target", "target_name", "notes", "target_sizes")
   texts = {name: header.get(name, "") for name in fields}
   own, tensors = weights.own_parts(tensors)
-  params = weights.read_params(tensors, expected, path)
+  params = weights.read_params(tensors, expected or tensors.shapes, path)
   return weights.AttachedWeights(config, params, own=own, **texts)

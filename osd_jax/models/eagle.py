@@ -272,3 +272,24 @@ def first_ids(config: EagleConfig) -> np.ndarray | None:
   """The draft vocabulary of a new head: the lowest ids; None if it covers all."""
   is_whole = config.draft_vocab_size == config.layers.vocab_size
   return None if is_whole else np.arange(config.draft_vocab_size, dtype=np.int32)
+
+
+def begun(
+  config: EagleConfig, target: base.Params, params: base.Params, ids: np.ndarray | None
+) -> base.Params:
+  """A new head that starts from the target's output head, if both have one width.
+
+  `target` are the target's parameters as `tensors.read_params` returns them, and
+  `params` random ones of the head. A random output head would have to learn the
+  vocabulary first.
+  """
+  dense = target["decoder"].get("logits_dense")
+  rows = target["token_embedder"]["embedding"] if dense is None else dense["kernel"].T
+  if rows.shape[1] != config.layers.width:
+    return params
+  kernel = jnp.asarray(rows if ids is None else rows[ids], jnp.float32).T
+  decoder = {**params["decoder"], "logits_dense": {"kernel": kernel}}
+  if not config.layers.unit_offset_norms:
+    scale = jnp.asarray(target["decoder"]["decoder_norm"]["scale"], jnp.float32)
+    decoder["decoder_norm"] = {"scale": scale}
+  return {**params, "decoder": decoder}

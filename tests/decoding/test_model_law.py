@@ -19,8 +19,8 @@ from models import tiny
 from osd_jax import base, testing
 from osd_jax.decoding import accept, drafters, sampling
 from osd_jax.decoding import state as state_lib
-from osd_jax.models import attached, families
-from osd_jax.models.shapes import AttachedConfig, DraftServing
+from osd_jax.models import attached, eagle, families
+from osd_jax.models.shapes import AttachedConfig, DraftServing, EagleConfig
 
 pytestmark = pytest.mark.usefixtures("full_optimization")
 
@@ -31,6 +31,12 @@ FAMILIES = {
   "t5": (testing.TINY_T5, testing.TINY_DRAFT),
   "llama": (testing.TINY_LLAMA, testing.TINY_LLAMA_DRAFT),
 }
+# Three tokens are outside its vocabulary.
+HEAD = EagleConfig(
+  layers=dataclasses.replace(testing.TINY_LLAMA, num_layers=1, vocab_size=VOCAB),
+  draft_vocab_size=9,
+  state_layers=(0, 1, 2),
+)
 ATTACHED = AttachedConfig(width=16, num_heads=2, head_dim=8, mlp_dim=24)
 
 
@@ -39,9 +45,10 @@ def shape_of(family, draft=False):
 
 
 @functools.cache
-def target_of(family):
+def target_of(family, kind=""):
   """The target, its parameters, and a prompt [1, S] with its mask."""
-  model = families.build(shape_of(family), "target", states="tokens")
+  states = "tokens" if kind != "layers" else HEAD.reads
+  model = families.build(shape_of(family), "target", states=states)
   source, mask = testing.random_sources(1, 7, VOCAB, 5, model.pad_id)
   return model, tiny.random_params(model, 0), source, mask
 
@@ -52,9 +59,14 @@ def draft_of(family, kind, seed):
   if kind == "independent":
     model = families.build(shape_of(family, draft=True), "draft")
     return model, tiny.random_params(model, seed)
+  params = target_of(family, kind)[1]
+  if kind == "layers":
+    model = attached.build(HEAD, shape_of(family), "head")
+    frozen = eagle.frozen_of(HEAD, shape_of(family), params, {"ids": np.arange(1, 10)})
+    return model, model.join(tiny.random_params(model, seed), frozen)
   shape = dataclasses.replace(ATTACHED, reads="prompt" if kind == "attached" else kind)
   model = attached.build(shape, shape_of(family), "draft")
-  frozen = attached.frozen_of(shape_of(family), target_of(family)[1], DraftServing())
+  frozen = attached.frozen_of(shape_of(family), params, DraftServing())
   return model, model.join(tiny.random_params(model, seed), frozen)
 
 
@@ -85,12 +97,12 @@ def after(ended, logits):
 
 def started(family, kind, rows, length, seed):
   """Rows of one prompt, what target and draft serve, and one row of their caches."""
-  model, params, source, mask = target_of(family)
+  model, params, source, mask = target_of(family, kind)
   draft, draft_params = draft_of(family, kind, 1)
   served, draft_served = model.prepare(params), draft.prepare(draft_params)
   size = state_lib.buffer_length(length)
   one = harness.prefill(model, served, source, mask, size)
-  read = source if kind == "independent" else one.target_states
+  read = draft.prompt_of(source, one.target_states)
   one_draft = harness.prefill(draft, draft_served, read, mask, size)
   state = state_lib.initial_state(
     model.starts(repeated(jnp.asarray(source), rows)),
@@ -145,6 +157,7 @@ def p_value(family, kind, rule, fault=None):
     ("llama", "independent", "rejection"),
     ("llama", "attached", "rejection"),
     ("llama", "tokens", "rejection"),
+    ("llama", "layers", "rejection"),
     ("llama", "independent", "block"),
   ],
 )

@@ -130,7 +130,8 @@ def load(
   tensors = _named(folders.open_tensors(folder))
   name = _target_name(fields)
   if target is not None:
-    _check_target(folder, config, target, tensors, name)
+    reads = tensors.shapes.get("fc.weight", (0, 0))[-1]
+    check_target(folder, config, target, reads, name)
   own: dict[str, Any] = {}
   ids, order = _draft_vocabulary(folder, config, tensors)
   if ids is not None:
@@ -168,26 +169,41 @@ def _target_name(fields: Mapping[str, Any]) -> str:
   return verifier.get("name_or_path") or fields.get("target_model_name") or ""
 
 
-def _check_target(
-  folder: Path, config: EagleConfig, target: ModelConfig, tensors: Tensors, name: str
+def check_target(
+  place: object,
+  config: EagleConfig,
+  target: ModelConfig,
+  reads: int = 0,
+  name: str = "",
 ) -> None:
-  """Raises InputError unless the sizes of a head fit a target."""
-  width = len(config.state_layers) * target.width
-  reads = tensors.shapes.get("fc.weight", (0, 0))[-1]
+  """Raises InputError unless the sizes of a head fit a target.
+
+  Args:
+    place: of the head, for the error message.
+    config: its shape.
+    target: shape of the target.
+    reads: width of the states that its file was made for; 0 if there is none.
+    name: of the target that it was made for, if it is known.
+  """
+  width, depth = len(config.state_layers) * target.width, target_depth(target)
   facts = (
     ("token ids", config.layers.vocab_size, target.vocab_size),
-    (f"states of {len(config.state_layers)} layers, width", reads, width),
+    (f"states of {len(config.state_layers)} layers, width", reads or width, width),
   )
   wrong = [f"{what} {x} instead of {y}" for what, x, y in facts if x != y]
-  depth = getattr(target, "num_layers", 0)
   if max(config.state_layers) > depth:
     wrong.append(f"layers {config.state_layers} of {depth}")
   if wrong:
     made_for = f" It was made for {name}." if name else ""
     raise base.InputError(
-      f"{folder} holds an EAGLE-3 head of another target: {', '.join(wrong)}.{made_for}"
+      f"{place} holds an EAGLE-3 head of another target: {', '.join(wrong)}.{made_for}"
       " Name that target, or a head of this one."
     )
+
+
+def target_depth(target: ModelConfig) -> int:
+  """Number of layers of a decoder-only target, 0 for another."""
+  return target.num_layers if isinstance(target, LlamaConfig) else 0
 
 
 def _draft_vocabulary(

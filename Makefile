@@ -47,10 +47,14 @@ else
 endif
 	@touch $@
 
+# Without what speculators needs to train on several machines.
+SPECULATORS := speculators loguru pydantic-settings python-dotenv
+
 # pip installs torch here, because other installers choose a build with gigabytes of CUDA.
 $(STAMP_HF): $(STAMP)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --compile -c constraints.txt torch transformers
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt $(SPECULATORS)
 	@touch $@
 
 install: $(STAMP) ## make .venv with the pinned dependencies

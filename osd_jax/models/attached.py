@@ -96,7 +96,6 @@ class Attached(nn.Module):
   def score_steps(
     self,
     frozen,
-    source,
     target_states,
     mask,
     inputs,
@@ -106,7 +105,6 @@ class Attached(nn.Module):
     steps: int = 1,
   ):
     """See `base.Model.score_steps`; `inputs` are decoder inputs, not targets."""
-    del source  # the target has read it
     cross, states = self._cross(target_states), token_states
     logits, entries = [], []
     for step in range(steps):
@@ -219,14 +217,15 @@ def build(
   def score(*arguments, **states):
     return score_once(*arguments, **states)[0]
 
-  # The shapes of the frozen tables do not influence the parameters of the draft.
   inner = config.decoder(target)
-  table_width = inner.width if is_eagle else target.width
-  table = np.zeros((2, table_width), jnp.dtype(target.dtype))
+  # The shapes of the frozen tables do not influence the parameters of the draft.
+  table = np.zeros((2, target.width), jnp.dtype(target.dtype))
   token = np.zeros((1, 1), np.int32)
   states = np.zeros((1, 1, width), np.float32)
   tables = {"embedding": table, "head": table}
-  arguments = (tables, token, states, token == 0, token, None, None, states)
+  arguments = (tables, states, token == 0, token, None, None, states)
+  if isinstance(config, EagleConfig):
+    arguments = eagle.init_arguments(config, target)
   return base.Model(
     name=name,
     vocab_size=target.vocab_size,
@@ -279,7 +278,9 @@ def _scorer(config, target: ModelConfig, encode, steps: int):
         " those that the target recorded."
       )
     inputs = layers.inputs_of(text, target_model.starts(source))
-    arguments = (params[FROZEN], source, target_states, mask, inputs, positions, tokens)
+    reads_prompt = isinstance(config, EagleConfig)
+    prompt = (source, target_states) if reads_prompt else target_states
+    arguments = (params[FROZEN], prompt, mask, inputs, positions, tokens)
     return _apply(training, params, *arguments, token_states, method=method)
 
   return score_steps
@@ -354,7 +355,7 @@ def load(
 
 
 def read(path: str | Path) -> weights.AttachedWeights:
-  """Reads the file of an attached draft, whatever its target; see `weights.load`."""
+  """Reads the file of an attached draft for any target; see `weights.load`."""
   tensors, header, config = weights.opened(Path(path), weights.ATTACHED)
   return _read(path, tensors, header, config)
 

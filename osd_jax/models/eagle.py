@@ -20,6 +20,8 @@ on its first steps after every position, like other drafts that read states (see
 Source: Li et al., 2025, EAGLE-3 (arXiv 2503.01840).
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ import numpy as np
 from osd_jax import base
 from osd_jax import cache as cache_lib
 from osd_jax.models import families, layers, llama, served
+from osd_jax.models import tensors as tensors_lib
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import DraftServing, EagleConfig, LlamaConfig
 
@@ -157,8 +160,7 @@ class Eagle(nn.Module):
   def score_steps(
     self,
     frozen,
-    source,
-    target_states,
+    prompt,
     mask,
     inputs,
     positions=None,
@@ -168,12 +170,13 @@ class Eagle(nn.Module):
   ):
     """See `base.Model.score_steps`; `inputs` are decoder inputs, not targets."""
     assert token_states is not None
-    prompt, attended, newest = self._read(frozen, source, target_states, mask)
+    source, states = prompt
+    read, attended, newest = self._read(frozen, source, states, mask)
     known = jnp.concatenate([newest, token_states[:, :-1]], axis=1)
     before, logits, entries = self._fused(known), [], []
     for _ in range(steps):
       x = self._inputs(frozen, inputs, before)
-      x, own = self.decoder.after(x, prompt, attended, entries)
+      x, own = self.decoder.after(x, read, attended, entries)
       entries.append(own)
       normed, outputs = self._outputs(x)
       before = shifted(outputs)
@@ -214,7 +217,7 @@ class Eagle(nn.Module):
     return jnp.concatenate([embedded, before.astype(dtype)], axis=-1)
 
   def _outputs(self, x):
-    """Normalized outputs for the head, and what the next step goes on from."""
+    """Outputs for the head, and the states before the tokens of the next step."""
     normed = self.decoder.decoder_norm(x)
     return normed, normed if self.config.norm_output else x
 
@@ -222,7 +225,7 @@ class Eagle(nn.Module):
     return logits.astype(layers.at_least_float32(logits.dtype))
 
   def _scores(self, frozen, x, tokens):
-    """Logits [B, n, V], or [B, n, C] of tokens [C], all of them finite."""
+    """Finite logits [B, n, V], or [B, n, C] if tokens [C] are given."""
     head = self.decoder.logits_dense
     if "ids" not in frozen:
       return self._wide(head(x, tokens))
@@ -266,6 +269,23 @@ def frozen_of(
   if "ids" in own:
     frozen["ids"] = jnp.asarray(own["ids"], jnp.int32)
   return frozen
+
+
+def init_arguments(config: EagleConfig, target: ModelConfig) -> tuple[Any, ...]:
+  """Arguments of `Eagle.score_steps` for `served.initializers`."""
+  token = np.zeros((1, 1), np.int32)
+  states = np.zeros((1, 1, len(config.state_layers) * target.width), np.float32)
+  table = np.zeros((2, config.layers.width), jnp.dtype(target.dtype))
+  return ({"embedding": table}, (token, states), token == 0, token, None, None, states)
+
+
+def expected_shapes(
+  config: EagleConfig, target: LlamaConfig
+) -> dict[str, tensors_lib.Shape]:
+  """Path -> shape of the trained parameters."""
+  module, arguments = Eagle(config, target), init_arguments(config, target)
+  init = served.initializers(module, *arguments, method="score_steps")["init"]
+  return tensors_lib.shapes(jax.eval_shape(init, jax.random.key(0)))
 
 
 def first_ids(config: EagleConfig) -> np.ndarray | None:

@@ -289,6 +289,12 @@ def _incomplete(path: Path, error: object) -> base.InputError:
   )
 
 
+def unwritable(path: Path, error: Exception) -> base.DiskError:
+  """The error for weights that cannot be written."""
+  reason = getattr(error, "strerror", None) or error
+  return base.DiskError(f"weights: {path} cannot be written: {reason}.")
+
+
 def _not_floating(name: str, place: object, received: str) -> base.InputError:
   return base.InputError(
     f"weights: {place}: tensor {name}: found {received}, expected floating-point"

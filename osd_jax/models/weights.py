@@ -226,7 +226,7 @@ def _write(
       # Renaming is atomic, so a reader finds the old file or the new one.
       os.replace(partial, path)
     except (OSError, safetensors.SafetensorError) as error:
-      raise unwritable(path, error) from error
+      raise tensors_lib.unwritable(path, error) from error
     finally:
       partial.unlink(missing_ok=True)
   return Path(given)
@@ -243,12 +243,6 @@ def check_finite(what: str, params: base.Params, storage: str = "float32") -> No
         f"{what} is not saved: {wrong} of the {array.size} values of {name} are NaN or"
         " infinite; lower OptimizerConfig.learning_rate."
       )
-
-
-def unwritable(path: Path, error: Exception) -> base.DiskError:
-  """The error for weights that cannot be written."""
-  reason = getattr(error, "strerror", None) or error
-  return base.DiskError(f"weights: {path} cannot be written: {reason}.")
 
 
 def load(path: str | Path, as_stored: bool = False) -> Weights:

@@ -448,7 +448,7 @@ def test_large_weights_are_written_in_shards_and_read_back_exactly(
   given = random_weights(False)
   whole = hugging_face.write(tmp_path / "whole", given)
   assert not list(whole.glob("*index*"))
-  monkeypatch.setattr(hugging_face, "_SHARD", 20_000)  # 20 kB instead of 5 GB
+  monkeypatch.setattr(folders, "_SHARD", 20_000)  # 20 kB instead of 5 GB
   folder = hugging_face.write(tmp_path / "shards", given)
   shards = sorted(folder.glob("*.safetensors"))
   assert len(shards) > 2 and shards[0].name.startswith("model-00001-of-")

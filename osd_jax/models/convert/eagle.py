@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 
 from osd_jax import base
-from osd_jax.models import attached, weights
+from osd_jax.models import eagle, weights
 from osd_jax.models import tensors as tensors_lib
-from osd_jax.models.convert import folders, hugging_face, llama
+from osd_jax.models.convert import folders, llama
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import EagleConfig, LlamaConfig
 from osd_jax.models.tensors import Tensors
@@ -30,6 +29,7 @@ _TYPE = "speculators_model_type"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _EMBEDDING, _MIDLAYER = "embed_tokens.weight", "midlayer."
 _FIRST = "layers.0."
+_DRAFTED = 3  # tokens that other engines draft by default
 # Tensors that speculators trains with; they belong to the target.
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
 # What transformers takes for fields that a file leaves out.
@@ -138,7 +138,9 @@ def load(
     own["ids"] = ids
   if (given := _embedding(folder, config, tensors, embedding)) is not None:
     own["embedding"] = given
-  expected = _expected(config, tensors)
+  reads = tensors.shapes.get("fc.weight", (0, 0))[-1] // len(config.state_layers)
+  any_target = dataclasses.replace(config.layers, width=max(reads, 1))
+  expected = eagle.expected_shapes(config, any_target)
   names = {path: tensor_name(path, config) for path in expected}
   in_file = {
     names[path]: shape[::-1] if llama.is_transposed(path) else shape
@@ -161,7 +163,7 @@ def load(
 def _named(tensors: Tensors) -> Tensors:
   """The tensors by their names in speculators' format."""
   names = {name.replace(_MIDLAYER, _FIRST): name for name in tensors.shapes}
-  return hugging_face.renamed(tensors, names)
+  return folders.renamed(tensors, names)
 
 
 def _target_name(fields: Mapping[str, Any]) -> str:
@@ -265,14 +267,6 @@ def _embedding(
   return own
 
 
-def _expected(config: EagleConfig, tensors: Tensors) -> dict[str, tensors_lib.Shape]:
-  """Path -> shape of the parameters of a head."""
-  reads = tensors.shapes.get("fc.weight", (0, 0))[-1] // len(config.state_layers)
-  target = dataclasses.replace(config.layers, width=max(reads, 1))
-  model = attached.build(config, target)
-  return tensors_lib.shapes(jax.eval_shape(model.init, jax.random.key(0)))
-
-
 def tensor_name(path: str, config: EagleConfig) -> str:
   """The name in speculators' format of the parameter at a path."""
   if path in _NAMES:
@@ -309,12 +303,12 @@ def write(folder: str | Path, head: weights.AttachedWeights, kind: str) -> Path:
     tensors["t2d"][ids] = True
   fields = _FIELDS_OF[kind](config, head)
   files = {"config.json": f"{json.dumps(fields, indent=2)}\n".encode()}
-  return hugging_face.write_folder(folder, tensors, files)
+  return folders.write(folder, tensors, files)
 
 
 def _speculators_fields(config: EagleConfig, head: weights.AttachedWeights):
   verifier = {"name_or_path": head.target_name or None, "architectures": []}
-  method = {"proposal_type": "greedy", "speculative_tokens": attached.STEPS}
+  method = {"proposal_type": "greedy", "speculative_tokens": _DRAFTED}
   return {
     "architectures": ["Eagle3Speculator"],
     _TYPE: "eagle3",

@@ -1,12 +1,20 @@
 """Files of a Hugging Face folder: config.json, and tensors in one file or in shards."""
 
+import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from osd_jax import base, formats
-from osd_jax.models.tensors import Tensors, of_safetensors, parse_json
+import numpy as np
+import safetensors
+import safetensors.numpy
 
+from osd_jax import base, formats
+from osd_jax.models.tensors import Tensors, of_safetensors, parse_json, unwritable
+
+_SHARD = 5 * 10**9  # largest file in bytes, as in transformers
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 
 
@@ -145,6 +153,76 @@ def _of_shards(index: Path) -> Tensors:
     frozenset().union(*(shard.short for shard in shards.values())),
     lambda name: shards[places[name]].read_integers(name),
   )
+
+
+def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+  """The tensors by other names: new name -> name in the file."""
+  return Tensors(
+    {ours: tensors.shapes[theirs] for ours, theirs in names.items()},
+    lambda name: tensors.read(names[name]),
+    lambda name: tensors.place(names[name]),
+    frozenset(ours for ours, theirs in names.items() if theirs in tensors.short),
+    lambda name: tensors.read_integers(names[name]),
+  )
+
+
+def write(
+  folder: str | Path, tensors: Mapping[str, np.ndarray], files: Mapping[str, bytes]
+) -> Path:
+  """Writes tensors and other files to a new or empty folder, completely or not at all.
+
+  Raises:
+    InputError: the folder is not empty.
+    DiskError: the folder cannot be written.
+  """
+  folder = Path(folder)
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise base.InputError(
+      f"convert: output {folder} is in use, expected a new or empty folder;"
+      " remove it or choose another."
+    )
+  # Write a temporary folder and rename it, so that readers see all files or none.
+  partial = folder.with_name(folder.name + ".partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  try:
+    partial.mkdir(parents=True)
+    for name, content in files.items():
+      (partial / name).write_bytes(content)
+    # The safetensors library makes private files; give them the usual mode.
+    for path in _save(tensors, partial):
+      shutil.copymode(partial / next(iter(files)), path)
+    os.replace(partial, folder)
+  except (OSError, safetensors.SafetensorError) as error:
+    raise unwritable(folder, error) from error
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)
+  return folder
+
+
+def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
+  """Writes one file, or shards of at most `_SHARD` bytes and their index."""
+  shards: list[dict[str, np.ndarray]] = [{}]
+  for name, tensor in tensors.items():
+    size = sum(other.nbytes for other in shards[-1].values())
+    if shards[-1] and size + tensor.nbytes > _SHARD:
+      shards.append({})
+    shards[-1][name] = tensor
+  names = ["model.safetensors"]
+  if len(shards) > 1:
+    numbers = range(1, len(shards) + 1)
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in numbers]
+    index = {
+      "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+      "weight_map": {t: n for n, s in zip(names, shards, strict=True) for t in s},
+    }
+    (folder / f"{_SAFETENSORS}.index.json").write_text(
+      json.dumps(index, indent=2) + "\n"
+    )
+  paths = [folder / name for name in names]
+  for path, shard in zip(paths, shards, strict=True):
+    # The format that transformers writes and checks when it loads.
+    safetensors.numpy.save_file(shard, path, metadata={"format": "pt"})
+  return paths
 
 
 def required(config: Mapping[str, Any], field: str) -> Any:

@@ -5,9 +5,7 @@
 
 import functools
 import json
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,13 +13,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import safetensors
-import safetensors.numpy
 
 from osd_jax import base, formats
 from osd_jax.models import tensors as tensors_lib
 from osd_jax.models import weights as weights_lib
-from osd_jax.models.convert import llama, t5, t5gemma
+from osd_jax.models.convert import folders, llama, t5, t5gemma
 from osd_jax.models.convert.folders import check_field, open_tensors, read_json
 from osd_jax.models.families import ModelConfig
 from osd_jax.models.shapes import LlamaConfig, T5Config, T5GemmaConfig
@@ -36,8 +32,6 @@ _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)*")
 # Tensors that transformers does not read: positions, and the value heads of trl.
 _IGNORED = re.compile(r"(.+\.)?position_ids|v_head\..+")
-_INDEX = "model.safetensors.index.json"
-_SHARD = 5 * 10**9  # largest file in bytes, as in transformers
 
 
 def config_from(config: Mapping[str, Any]) -> ModelConfig:
@@ -150,7 +144,7 @@ def _without_wrapper(tensors: Tensors) -> Tensors:
   """Leaves out the prefixes that wrappers of torch have put before all names."""
   names = {_WRAPPERS.sub("", name): name for name in tensors.shapes}
   starts = {theirs.removesuffix(ours) for ours, theirs in names.items()}
-  return renamed(tensors, names) if len(starts) == 1 else tensors
+  return folders.renamed(tensors, names) if len(starts) == 1 else tensors
 
 
 def _text_tensors(tensors: Tensors) -> Tensors:
@@ -161,18 +155,7 @@ def _text_tensors(tensors: Tensors) -> Tensors:
     for prefix in _TEXT_PREFIXES
     if name.startswith(prefix)
   }
-  return renamed(tensors, names) if names else tensors
-
-
-def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-  """The tensors by other names: new name -> name in the file."""
-  return Tensors(
-    {ours: tensors.shapes[theirs] for ours, theirs in names.items()},
-    lambda name: tensors.read(names[name]),
-    lambda name: tensors.place(names[name]),
-    frozenset(ours for ours, theirs in names.items() if theirs in tensors.short),
-    lambda name: tensors.read_integers(names[name]),
-  )
+  return folders.renamed(tensors, names) if names else tensors
 
 
 def _only_embedding(tensors: Tensors, names: tuple[str, ...]) -> str:
@@ -222,69 +205,12 @@ def write(
     for path, x in flat.items()
   }
   text = json.dumps(fields, indent=2) + "\n"
-  return write_folder(folder, tensors, {"config.json": text.encode(), **tokenizer})
-
-
-def write_folder(
-  folder: str | Path, tensors: Mapping[str, np.ndarray], files: Mapping[str, bytes]
-) -> Path:
-  """Writes tensors and other files to a new or empty folder, all of them or none.
-
-  Raises:
-    InputError: the folder is not empty.
-    DiskError: the folder cannot be written.
-  """
-  folder = Path(folder)
-  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-    raise base.InputError(
-      f"convert: output {folder} is in use, expected a new or empty folder;"
-      " remove it or choose another."
-    )
-  # Write a temporary folder and rename it, so that readers see all files or none.
-  partial = folder.with_name(folder.name + ".partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  try:
-    partial.mkdir(parents=True)
-    for name, content in files.items():
-      (partial / name).write_bytes(content)
-    # The safetensors library makes private files; give them the usual mode.
-    for path in _save(tensors, partial):
-      shutil.copymode(partial / next(iter(files)), path)
-    os.replace(partial, folder)
-  except (OSError, safetensors.SafetensorError) as error:
-    raise weights_lib.unwritable(folder, error) from error
-  finally:
-    shutil.rmtree(partial, ignore_errors=True)
-  return folder
+  return folders.write(folder, tensors, {"config.json": text.encode(), **tokenizer})
 
 
 def _stored_type(tensor: Any) -> np.dtype:
   is_short = tensor.dtype == ml_dtypes.bfloat16
   return np.dtype(ml_dtypes.bfloat16 if is_short else np.float32)
-
-
-def _save(tensors: Mapping[str, np.ndarray], folder: Path) -> list[Path]:
-  """Writes one file, or shards of at most `_SHARD` bytes and their index."""
-  shards: list[dict[str, np.ndarray]] = [{}]
-  for name, tensor in tensors.items():
-    size = sum(other.nbytes for other in shards[-1].values())
-    if shards[-1] and size + tensor.nbytes > _SHARD:
-      shards.append({})
-    shards[-1][name] = tensor
-  names = ["model.safetensors"]
-  if len(shards) > 1:
-    numbers = range(1, len(shards) + 1)
-    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in numbers]
-    index = {
-      "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-      "weight_map": {t: n for n, s in zip(names, shards, strict=True) for t in s},
-    }
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-  paths = [folder / name for name in names]
-  for path, shard in zip(paths, shards, strict=True):
-    # The format that transformers writes and checks when it loads.
-    safetensors.numpy.save_file(shard, path, metadata={"format": "pt"})
-  return paths
 
 
 def _fields(folder: Path) -> dict[str, Any]:

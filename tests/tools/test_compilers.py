@@ -23,6 +23,7 @@ from osd_jax.distillation import optimizers, update
 from osd_jax.engine import steps
 from osd_jax.engine.requests import DecodingConfig
 from osd_jax.models import layers, llama, served
+from osd_jax.models.shapes import EagleConfig
 from osd_tools import chips, hlo, sizes
 from osd_tools.ahead_of_time import plan as plan_lib
 from osd_tools.ahead_of_time import programs
@@ -498,3 +499,16 @@ def test_update_slice_of_a_replicated_draft_has_no_collectives():
   small = plan_lib.Plan(run, chips.Topology("v5e:2x2"), 1)
   made = programs.compiled(small, programs.programs(small)["slice"])
   assert made.kernels and not made.collectives
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:1"])
+def test_programs_of_an_eagle_head_compile(topology):
+  """It reads three layers of its target and covers a part of the vocabulary."""
+  head = EagleConfig(
+    layers=dataclasses.replace(sizes.size("qwen3-0.6b"), num_layers=1),
+    state_layers=(0, 1, 2),
+  )
+  pair = dataclasses.replace(ONE_ROW, attached=head)
+  found = plan(topology, ONE, pair, decoding=ALONE)
+  for name in (f"round, K = {DRAFTED}", "prefill", "slice"):
+    assert programs.compiled(found, programs.programs(found)[name])

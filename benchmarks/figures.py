@@ -520,23 +520,29 @@ PAPER_WINDOW = 4  # blocks
 
 
 def paper(rows: Sequence[Row]) -> Any:
-  """Draws tokens per call over the paper's sets, of the attached draft."""
-  rows = [row for row in rows if row["pair"].endswith("attached")]
-  names = list(dict.fromkeys(row["set"] for row in rows))
-  figure, panels = wide_figure(*names)
-  for axes, name in zip(panels, names, strict=True):
+  """Draws tokens per call over the longest streams of SQL, for both kinds of drafts."""
+  of_draft = {
+    name: [row for row in rows if row["set"] == "spider" and row["pair"].endswith(name)]
+    for name in ("independent", "attached")
+  }
+  figure, panels = wide_figure(
+    "A published target and questions about databases", columns=2, alike=False
+  )
+  for axes, (name, some) in zip(panels, of_draft.items(), strict=True):
+    axes.set_title(f"{name} draft")
+    longest = max(row["online"] for row in some)
     for system, (color, style) in PAPER.items():
       courses = [
         _rolling(np.asarray(row["blocks"]))
-        for row in rows
-        if (row["set"], row["column"]) == (name, system)
+        for row in some
+        if (row["online"], row["column"]) == (longest, system)
       ]
       if courses:
         requests, values = np.mean(courses, axis=0)
         axes.plot(requests, values, color=color, ls=style, label=system)
     axes.set_xlabel("requests")
   panels[0].set_ylabel("tokens per call of the target")
-  legend(figure, panels[0])
+  legend(figure, panels[-1])
   return figure
 
 

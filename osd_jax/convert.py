@@ -126,7 +126,9 @@ def _kind_of(source: Path) -> str:
   if source.is_dir() and heads.is_head(source):
     return _HEAD
   if source.is_file():
-    return _OSD_HEAD if weights.is_attached(source) else _OSD
+    is_draft = weights.is_attached(source)
+    is_head = is_draft and isinstance(weights.shape_of(source), EagleConfig)
+    return _OSD_HEAD if is_head else _OSD
   if (source / "config.json").is_file():
     return _HUGGING_FACE
   if (source / "checkpoint").is_file() or (source / "state").is_dir():

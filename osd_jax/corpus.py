@@ -124,6 +124,7 @@ def _made_from(
   models = {"target": pair.target_params}
   if source.sample_source != "teacher":
     models["draft"] = pair.draft_params
+  layers = getattr(pair.draft_config, "state_layers", None)
   tokens = [prompt.tokens.astype(np.int32).tobytes() for prompt in prompts]
   return {
     "prompts": hashlib.sha256(b"".join(tokens)).hexdigest(),
@@ -133,6 +134,7 @@ def _made_from(
     "lengths": [decoding.source_lengths[-1], decoding.target_length],
     "record_top_k": decoding.record_top_k,
     "token states": pair.draft.reads_tokens,
+    **({} if layers is None else {"layers": list(layers)}),
   }
 
 

@@ -163,6 +163,21 @@ def _evaluate(
   return sum(checks.values(), certificate.Certificate()), ""
 
 
+def _serves_all(found: dict[str, pairs.Pair]) -> pairs.Pair:
+  """Returns a pair whose target keeps the states that all drafts read."""
+  configs = {name: pair.draft_config for name, pair in found.items()}
+  reads = {name: getattr(config, "reads", "") for name, config in configs.items()}
+  kinds = set(reads.values()) - {""}
+  if len(kinds) > 1 and kinds != {"prompt", "tokens"}:
+    names = ", ".join(f"{name}: {kind or 'none'}" for name, kind in reads.items())
+    raise base.InputError(
+      "EvaluateConfig.drafts: expected drafts that read the same states of the target,"
+      f" received {names}; evaluate them one after another."
+    )
+  best = max(kinds, key=str, default="")  # the states of tokens include the prompt's
+  return next(found[name] for name, kind in reads.items() if kind == best)
+
+
 class Bench:
   """The target, its drafts and the prompts of one evaluation.
 
@@ -184,7 +199,7 @@ class Bench:
       pair = pairs.load_pair(pair_config, sharding.make(config.partition))
       first = next(iter(self.pairs.values()), pair)
       self.pairs[label] = dataclasses.replace(pair, target_params=first.target_params)
-    self._pair = next(iter(self.pairs.values()))
+    self._pair = _serves_all(self.pairs)
     self.prompts = read_corpus(config.prompts, self._pair.vocabulary, config.count)
     self.requests = corpus.requests(self.prompts, self._sampling)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
+import numpy as np
 
 from osd_jax import assets, base, formats, remote, runs, sharding
 from osd_jax.data.vocabulary import Vocabulary, stated_extra_ids
@@ -196,7 +197,7 @@ class Pair:
   def draft_bytes(self) -> int:
     """Size of the file that `save_draft` writes, without its header."""
     trained, _ = self.draft.split(self.draft_params)
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((trained, self.own)))
 
   def save_draft(
     self, path: str | Path, params: base.Params, notes: str, storage: str = "float32"
@@ -275,6 +276,14 @@ class Pair:
         f"load_draft: {path} holds a draft of the shape {draft.config}, expected"
         f" {self.draft_config}; load a pair with this draft instead."
       )
+    same = draft.own.keys() == self.own.keys() and all(
+      np.array_equal(leaf, self.own[name]) for name, leaf in draft.own.items()
+    )
+    if not same:
+      raise base.InputError(
+        f"load_draft: {path} holds a head with another embedding or draft vocabulary"
+        " than this pair's; load a pair with this draft instead."
+      )
     return self.draft.join(draft.params, self.draft.split(self.draft_params)[1])
 
 
@@ -323,7 +332,10 @@ def load_pair(
   # The draft stays in float32 because it is trained.
   draft_params = partitioner.place_draft(draft_model, first)
   own = draft.own if isinstance(draft, weights.AttachedWeights) else {}
+  if own and partitioner.mesh.size > 1:
+    own = jax.device_put(own, partitioner.replicated)
   if isinstance(draft, weights.AttachedWeights):
+    draft = dataclasses.replace(draft, own=own)
     frozen = _frozen(draft, target.config, target_params, serving, layout)
     draft_params = draft_model.join(draft_params, frozen)
   pair = Pair(
@@ -350,10 +362,16 @@ def _target(config: PairConfig) -> tuple[weights.Weights, Vocabulary]:
   """Reads the target and its vocabulary."""
   # Both come before the weights, which may take minutes to read. A folder without a
   # model has no vocabulary either, and is refused for what it holds.
-  if folders.holds_model(Path(config.target)):
+  path = Path(config.target)
+  if folders.holds_model(path) and not (path.is_dir() and heads.is_head(path)):
     shape_of(config, "target")
   vocabulary = load_vocabulary(config)
   with _reading(config, "target") as (module, path):
+    if module is hugging_face and heads.is_head(path):
+      raise base.InputError(
+        f"{path} holds an EAGLE-3 head, which drafts for a target; name it as"
+        " PairConfig.draft, and the folder of a whole model as the target."
+      )
     target = _typed(config, module.load(path, as_stored=True))
   has_vocabulary = config.vocabulary or target.vocabulary
   if not (has_vocabulary or module is hugging_face):
@@ -414,11 +432,11 @@ def shape_of(
   config: PairConfig, field: str
 ) -> ModelConfig | AttachedConfig | EagleConfig:
   """The shape of "target" or "draft", from the header of its file or config.json."""
-  if field == "draft" and is_head(config):
-    target = shape_of(config, "target")
-    assert not isinstance(target, AttachedConfig | EagleConfig)
-    return heads.shape_of(config.path(field), target)
   with _reading(config, field) as (module, path):
+    if field == "draft" and module is hugging_face and heads.is_head(path):
+      target = shape_of(config, "target")
+      assert not isinstance(target, AttachedConfig | EagleConfig)
+      return heads.shape_of(path, target)
     return module.shape_of(path)
 
 
@@ -432,13 +450,20 @@ def bfloat16_of(config: PairConfig) -> frozenset[str]:
 def _reading(config: PairConfig, field: str) -> Iterator[tuple[Any, Path]]:
   """Yields the module that reads a model, and its path; names the field in errors."""
   path, value = config.path(field), config.named(field)
-  try:
+  with _naming(f"PairConfig.{field}"):
     if value.startswith(PADDED):
       yield formats.tool("padded").Reader(value.removeprefix(PADDED)), path
       return
     yield hugging_face if folders.holds_model(path) else weights, path
+
+
+@contextlib.contextmanager
+def _naming(field: str) -> Iterator[None]:
+  """Names a field in errors."""
+  try:
+    yield
   except base.InputError as error:
-    raise base.InputError(f"PairConfig.{field}: {error}") from error
+    raise base.InputError(f"{field}: {error}") from error
 
 
 def with_state_layer(config: PairConfig, shape: ModelConfig) -> ModelConfig:
@@ -531,16 +556,18 @@ def _draft(
     return None
   if config.named("draft") == ATTACHED:
     return _new_draft(config, target, identity)
-  if is_head(config):
-    return _published_head(config, target)
   with _reading(config, "draft") as (module, path):
     if config.target.startswith(PADDED) and config.named("draft") == _SHIPPED_DRAFT:
       small = weights.load(config.path("target"))
       return formats.tool("padded").attached_draft(path, small, identity)
+    if module is hugging_face and heads.is_head(path):
+      shape = _decoder_only(config, target)
+      return heads.load(path, shape, target.params["token_embedder"]["embedding"])
     if weights.is_attached(path):
       draft = attached.load(path, identity, config.sibling_draft)
       if isinstance(draft.config, EagleConfig):
-        heads.check_target(path, draft.config, _decoder_only(config, target))
+        shape = _decoder_only(config, target)
+        heads.check_target(path, draft.config, shape, draft.own)
       return draft
     draft = _typed(config, module.load(path))  # it is trained in float32
   check_vocabulary(config, "draft", draft, vocabulary)
@@ -563,32 +590,19 @@ def _new_draft(
 ) -> weights.AttachedWeights:
   """An attached draft with random parameters."""
   shape, own = config.attached, {}
+  if isinstance(shape, EagleConfig):
+    layers = dataclasses.replace(shape.layers, tied_head=False)
+    shape = dataclasses.replace(shape, layers=layers)
   # A fixed seed: two runs with the same settings start from the same draft.
   model = attached.build(shape, target.config)
   params = jax.jit(model.init)(jax.random.key(_SEED))
   if isinstance(shape, EagleConfig):
-    heads.check_target("PairConfig.attached", shape, _decoder_only(config, target))
-    ids = eagle.first_ids(shape)
+    with _naming("PairConfig.attached"):
+      heads.check_target("EagleConfig", shape, _decoder_only(config, target), own)
+    ids = eagle.first_ids(shape, target.config.eos_ids)
     own = {} if ids is None else {"ids": ids}
-    params = eagle.begun(shape, target.params, params, ids)
+    params = eagle.begun(shape, target, params, ids)
   return weights.AttachedWeights(shape, params, identity.fingerprint, own=own)
-
-
-def is_head(config: PairConfig) -> bool:
-  """Whether the draft is a folder with an EAGLE-3 head."""
-  return heads.is_head(config.path("draft"))
-
-
-def _published_head(
-  config: PairConfig, target: weights.Weights
-) -> weights.AttachedWeights:
-  """Reads an EAGLE-3 head from a folder, for a target."""
-  shape = _decoder_only(config, target)
-  embedding = target.params["token_embedder"]["embedding"]
-  try:
-    return heads.load(config.path("draft"), shape, embedding)
-  except base.InputError as error:
-    raise base.InputError(f"PairConfig.draft: {error}") from error
 
 
 def _decoder_only(config: PairConfig, target: weights.Weights) -> LlamaConfig:
@@ -596,13 +610,13 @@ def _decoder_only(config: PairConfig, target: weights.Weights) -> LlamaConfig:
   shape = target.config
   if not isinstance(shape, LlamaConfig) or isinstance(shape, T5GemmaConfig):
     raise base.InputError(
-      f"PairConfig.draft: {config.named('draft')}: an EAGLE-3 head reads the layers of"
-      f" a decoder-only target; {config.target} is a {type(shape).__name__}."
+      f"received {config.named('draft')!r}: an EAGLE-3 head reads the layers of a"
+      f" decoder-only target; {config.target} is a {type(shape).__name__}."
     )
   if config.draft_serving.shortlist:
     raise base.InputError(
-      f"PairConfig.draft_serving: shortlist: received {config.draft_serving.shortlist},"
-      " expected 0: an EAGLE-3 head has its own draft vocabulary."
+      "an EAGLE-3 head has its own draft vocabulary; draft_serving may have no"
+      f" shortlist: received {config.draft_serving.shortlist}, expected 0."
     )
   return shape
 

@@ -13,12 +13,12 @@ from conftest import DURATIONS, ROOT
 
 ALL = "osd_jax osd_serve osd_tools"
 LIMITS = {  # (folders, measure) -> most
-  ("osd_jax", "lines"): 29960,
+  ("osd_jax", "lines"): 30030,
   ("osd_serve osd_tools", "lines"): 7055,
-  ("tests", "lines"): 35320,
+  ("tests", "lines"): 35350,
   ("osd_jax", "files"): 100,
   ("osd_jax", "longest import chain"): 13,
-  ("osd_jax", "lines loaded by Server"): 20740,
+  ("osd_jax", "lines loaded by Server"): 20795,
   ("osd_jax", "config fields"): 212,
   (ALL, "function lines"): 60,
   (ALL, "parameters"): 8,

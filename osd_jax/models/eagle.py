@@ -8,7 +8,7 @@
 The head is a small decoder over the whole text. Each of its inputs is a token and the
 state before it: the target's, s, through `fc`, up to the token that the target emitted
 last, and its own outputs, e, from there on. The first token of a text has no state
-before it, and is left out.
+before it, and is left out, unless it is the only one of the prompt.
 
     token          t1   t2   t3 | t4   t5   d6   d7     t5 was emitted last
     state before   s0   s1   s2 | s3   s4   e5   e6     | the prompt ends at t4
@@ -20,6 +20,7 @@ on its first steps after every position, like other drafts that read states (see
 Source: Li et al., 2025, EAGLE-3 (arXiv 2503.01840).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -94,12 +95,12 @@ class Decoder(llama.Decoder):
     length, step = x.shape[1], len(earlier)
     places = jnp.arange(length)
     ago = places[:, None] - places[None]
-    own = [ago >= step, *(ago == step - later for later in range(1, step + 1))]
-    own = jnp.broadcast_to(
-      jnp.concatenate(own, axis=-1), (len(x), length, (step + 1) * length)
+    blocks = [ago >= step, *(ago == step - later for later in range(1, step + 1))]
+    blocks = jnp.broadcast_to(
+      jnp.concatenate(blocks, axis=-1), (len(x), length, (step + 1) * length)
     )
-    seen = jnp.broadcast_to(mask[:, None], (len(x), length, mask.shape[1]))
-    bias = layers.mask_bias(jnp.concatenate([seen, own], axis=-1))[:, None]
+    prefix = jnp.broadcast_to(mask[:, None], (len(x), length, mask.shape[1]))
+    bias = layers.mask_bias(jnp.concatenate([prefix, blocks], axis=-1))[:, None]
     at = jnp.sum(mask, axis=1, dtype=jnp.int32)[:, None] + places[None]
     by, entries = llama.rotations(self.config, at)[0], []
     for index, layer in enumerate(self.layers):
@@ -137,8 +138,8 @@ class Eagle(nn.Module):
     entries, attended, newest = self._read(frozen, source, states, mask)
     cache = cache_lib.KVCache.joined(entries, attended, cache_length)
     shape = (len(source), 1, self.config.layers.width)
-    own = jnp.zeros(shape, jnp.dtype(self.target.dtype))
-    return cache.replace(target_states=newest, token_states=own)
+    outputs = jnp.zeros(shape, jnp.dtype(self.target.dtype))
+    return cache.replace(target_states=newest, token_states=outputs)
 
   def decode(self, frozen, tokens, cache: cache_lib.KVCache, states=None):
     """See `base.Model.decode` and `base.Model.reads_tokens`."""
@@ -151,11 +152,11 @@ class Eagle(nn.Module):
     is_token = tokens != base.NO_TOKEN
     x = jnp.where(is_token[..., None], self._inputs(frozen, tokens, before), 0)
     x, cache = self.decoder.step(x, cache, is_token)
-    normed, own = self._outputs(x)
+    normed, outputs = self._outputs(x)
     logits = self._wide(self.decoder.logits_dense(normed))
     if "ids" in frozen:
       logits = served.scatter_to_vocab(logits, frozen["ids"], self.target.vocab_size)
-    return logits, cache.replace(token_states=own)
+    return logits, cache.replace(token_states=outputs)
 
   def score_steps(
     self,
@@ -176,8 +177,8 @@ class Eagle(nn.Module):
     before, logits, entries = self._fused(known), [], []
     for _ in range(steps):
       x = self._inputs(frozen, inputs, before)
-      x, own = self.decoder.after(x, read, attended, entries)
-      entries.append(own)
+      x, new = self.decoder.after(x, read, attended, entries)
+      entries.append(new)
       normed, outputs = self._outputs(x)
       before = shifted(outputs)
       if positions is not None:
@@ -288,28 +289,33 @@ def expected_shapes(
   return tensors_lib.shapes(jax.eval_shape(init, jax.random.key(0)))
 
 
-def first_ids(config: EagleConfig) -> np.ndarray | None:
-  """The draft vocabulary of a new head: the lowest ids; None if it covers all."""
-  is_whole = config.draft_vocab_size == config.layers.vocab_size
-  return None if is_whole else np.arange(config.draft_vocab_size, dtype=np.int32)
+def first_ids(config: EagleConfig, ends: Sequence[int]) -> np.ndarray | None:
+  """The draft vocabulary of a new head: the lowest ids and the ends of a sequence.
+
+  None if it covers all tokens.
+  """
+  count = config.draft_vocab_size
+  if count == config.layers.vocab_size:
+    return None
+  return np.sort(np.asarray(served.first_tokens(count, ends)))
 
 
 def begun(
-  config: EagleConfig, target: base.Params, params: base.Params, ids: np.ndarray | None
+  config: EagleConfig, target: Any, params: base.Params, ids: np.ndarray | None
 ) -> base.Params:
   """A new head that starts from the target's output head, if both have one width.
 
-  `target` are the target's parameters as `tensors.read_params` returns them, and
-  `params` random ones of the head. A random output head would have to learn the
-  vocabulary first.
+  `target` are the weights of the target, with the parameters as `read_params` returns
+  them, and `params` random ones of the head. A random output head would have to learn
+  the vocabulary first.
   """
-  dense = target["decoder"].get("logits_dense")
-  rows = target["token_embedder"]["embedding"] if dense is None else dense["kernel"].T
+  dense = target.params["decoder"].get("logits_dense")
+  table = target.params["token_embedder"]["embedding"]
+  rows = table if dense is None else dense["kernel"].T
   if rows.shape[1] != config.layers.width:
     return params
   kernel = jnp.asarray(rows if ids is None else rows[ids], jnp.float32).T
-  decoder = {**params["decoder"], "logits_dense": {"kernel": kernel}}
-  if not config.layers.unit_offset_norms:
-    scale = jnp.asarray(target["decoder"]["decoder_norm"]["scale"], jnp.float32)
-    decoder["decoder_norm"] = {"scale": scale}
-  return {**params, "decoder": decoder}
+  scale = target.params["decoder"]["decoder_norm"]["scale"]
+  scale = jnp.asarray(scale, jnp.float32) + target.config.unit_offset_norms
+  norms = {"decoder_norm": {"scale": scale}, "logits_dense": {"kernel": kernel}}
+  return {**params, "decoder": {**params["decoder"], **norms}}

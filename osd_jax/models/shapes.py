@@ -308,15 +308,20 @@ class EagleConfig(base.Config):
   norm_output: bool = False
 
   def checks(self):
-    size = self.layers.vocab_size
+    layers, usual = self.layers, LlamaConfig()
+    # No other engine has a head with these, and Gemma's are no part of a head.
+    refused = ("windows", "post_norms", "unit_offset_norms", "scaled_embeddings")
+    refused += ("attention_cap", "logit_cap", "query_pre_attn_scalar")
+    is_plain = all(getattr(layers, name) == getattr(usual, name) for name in refused)
     return {
       "draft_vocab_size": (
-        self.draft_vocab_size <= size,
-        f"at most the vocabulary of the target ({size})",
+        self.draft_vocab_size <= layers.vocab_size,
+        f"at most the vocabulary of the target ({layers.vocab_size})",
       ),
       "layers": (
-        self.layers.windows == (0,) and not self.layers.post_norms,
-        "layers of a Llama or Qwen3 without windows",
+        is_plain and layers.attention_bias == layers.output_bias,
+        "layers of a Llama or Qwen3: with biases in all projections of the attention or"
+        f" in none, and the defaults of {', '.join(refused)}",
       ),
     }
 

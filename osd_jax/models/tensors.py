@@ -77,6 +77,10 @@ def of_safetensors(path: Path) -> tuple[Tensors, dict[str, str]]:
 
   def read(name: str, dtypes: Mapping[str, Any] = _DTYPES) -> np.ndarray:
     about = header[name]
+    if about["dtype"] not in dtypes and dtypes is _INTEGERS:
+      raise base.InputError(
+        f"weights: {path}: tensor {name}: found {about['dtype']}, expected integers."
+      )
     if about["dtype"] not in dtypes:
       raise _not_floating(name, path, about["dtype"])
     # Offsets count from the end of the header.

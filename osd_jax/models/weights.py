@@ -279,7 +279,12 @@ def opened(
   tensors, header = tensors_lib.of_safetensors(path)
   if header.get("format") not in wanted:
     advice = "`osd pretrain`, `osd offline` and `osd convert` write such files."
-    if header.get("format") in ATTACHED:
+    if header.get("format") == ATTACHED[1]:
+      advice = (
+        "An EAGLE-3 head is served together with its target, as PairConfig.draft;"
+        " `osd convert` writes it for speculators and SpecForge."
+      )
+    elif header.get("format") in ATTACHED:
       advice = (
         "An attached draft is served together with its target, as PairConfig.draft. It"
         " has no head or embedding of its own, so that it cannot be a target, and"

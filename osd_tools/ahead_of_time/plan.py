@@ -92,7 +92,7 @@ class Plan:
           attached.frozen_of, target, serving=serving, kept=layout
         )
         if isinstance(draft, EagleConfig):
-          ids = eagle.first_ids(draft)
+          ids = eagle.first_ids(draft, target.eos_ids)
           own = {} if ids is None else {"ids": ids}
           frozen_of = functools.partial(eagle.frozen_of, draft, target, own=own)
         self.frozen = _result(frozen_of, self.target_params)

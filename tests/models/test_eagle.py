@@ -16,7 +16,8 @@ import tiny_pair
 from models import cases
 from models.cases import CLOSE
 
-from osd_jax import base, convert, pairs, testing
+from osd_jax import base, convert, corpus, evaluate, pairs, testing
+from osd_jax.engine.requests import DecodingConfig, SamplingConfig
 from osd_jax.models import attached, eagle, families, weights
 from osd_jax.models.convert import eagle as heads
 from osd_jax.models.shapes import AttachedConfig, DraftServing, EagleConfig
@@ -156,6 +157,14 @@ BROKEN = {
     lambda folder: edited(folder, {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}),
     r"layers \(1, 2, 9\) of 2",
   ),
+  "layers that are no numbers": (
+    lambda folder: edited(folder, {"eagle_aux_hidden_state_layer_ids": "abc"}),
+    "received 'abc', expected 'a list of integers >= 0'",
+  ),
+  "offsets that are no integers": (
+    lambda folder: edited(folder, tensors={"d2t": np.zeros(900, np.float32)}),
+    "tensor d2t: found F32, expected integers",
+  ),
   "two layers": (
     lambda folder: edited(folder, {"eagle_aux_hidden_state_layer_ids": [1, 2]}),
     "states of 2 layers, width 96 instead of 64. It was made for target.safetensors",
@@ -180,7 +189,10 @@ def test_other_targets_and_files_are_refused(files, pair, tmp_path):
   with pytest.raises(base.InputError, match="the layers of a decoder-only target"):
     pairs.load_pair(dataclasses.replace(t5, draft=str(folder)))
   short = DraftServing(shortlist=700)
-  with pytest.raises(base.InputError, match="an EAGLE-3 head has its own draft vocab"):
+  with pytest.raises(
+    base.InputError,
+    match="draft_serving may have no shortlist: received 700, expected 0",
+  ):
     pairs.load_pair(dataclasses.replace(files, draft=str(folder), draft_serving=short))
   (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
   with pytest.raises(base.InputError, match=r"pytorch_model\.bin, a pickle.*save it"):
@@ -197,9 +209,58 @@ def test_other_targets_and_files_are_refused(files, pair, tmp_path):
     EagleConfig(layers=testing.TINY_LLAMA, draft_vocab_size=10**6)
 
 
+def test_head_is_no_target_and_its_width_is_checked(files, pair, tmp_path):
+  folder = written(pair, tmp_path, "specforge")
+  # Named by its architecture alone, as some files of SpecForge are.
+  edited(folder, {"draft_vocab_size": None})
+  with pytest.raises(base.InputError, match=r"holds an EAGLE-3 head.*draft, and"):
+    pairs.load_pair(dataclasses.replace(files, target=str(folder)))
+  shape = pair.draft_config
+  wide = dataclasses.replace(shape, layers=dataclasses.replace(shape.layers, width=48))
+  with pytest.raises(base.InputError, match=r"embedding of width 48 instead of 32"):
+    pairs.load_pair(dataclasses.replace(tiny_online.with_head(files), attached=wide))
+  for changes in ({"logit_cap": 2.0}, {"attention_bias": True}):
+    with pytest.raises(base.InputError, match="EagleConfig.layers: .* Llama or Qwen3"):
+      EagleConfig(layers=dataclasses.replace(shape.layers, **changes))
+
+
+def test_drafts_with_other_own_parts_or_states_are_not_mixed(files, pair, tmp_path):
+  file = pair.save_draft(tmp_path / "a.safetensors", pair.draft_params, "")
+  other = dataclasses.replace(attached.read(file), own={"ids": np.arange(100, 1000)})
+  path = weights.save(tmp_path / "b.safetensors", other)
+  with pytest.raises(base.InputError, match="another embedding or draft vocabulary"):
+    pair.load_draft(path)
+  np.testing.assert_array_equal(pair.load_draft(file)["target"]["ids"], pair.own["ids"])
+  config = tiny_online.with_head(files)
+  shape = dataclasses.replace(config.attached, state_layers=(1, 1, 2))
+  second = pairs.load_pair(dataclasses.replace(config, attached=shape))
+  found = {"first": pair, "second": second, "none": pair.plain()}
+  with pytest.raises(base.InputError, match=r"first: \(0, 1, 2\), second: \(1, 1, 2\)"):
+    evaluate._serves_all(found)
+  del found["second"]
+  assert evaluate._serves_all(found) is pair
+  made = [
+    corpus._made_from(corpus.TextSource(), DecodingConfig(), SamplingConfig(), one, [])
+    for one in (pair, second, pairs.load_pair(tiny_online.attached(files)))
+  ]
+  assert made[0] != made[1] and "layers" not in made[2]
+
+
+def test_norm_of_a_gemma_is_not_copied_as_it_is_stored():
+  target = dataclasses.replace(testing.TINY_LLAMA, unit_offset_norms=True)
+  model = families.build(target)
+  stored = weights.Weights(target, cases._noisy(model, 0))
+  params = cases._noisy(attached.build(cases.HEAD, target), 1)
+  begun = eagle.begun(cases.HEAD, stored, params, None)
+  scale = stored.params["decoder"]["decoder_norm"]["scale"]
+  np.testing.assert_allclose(begun["decoder"]["decoder_norm"]["scale"], 1 + scale)
+
+
 def test_new_head_starts_from_the_head_of_the_target(pair):
   ids = np.asarray(pair.draft_params["target"]["ids"])
   np.testing.assert_array_equal(ids, np.arange(900))
+  far = eagle.first_ids(dataclasses.replace(cases.HEAD, draft_vocab_size=9), (60,))
+  assert far.tolist() == [*range(8), 60]  # without an end it could not end an answer
   whole = np.asarray(pair.target_params["decoder"]["logits_dense"]["kernel"])
   whole = whole if whole.shape[1] > whole.shape[0] else whole.T
   np.testing.assert_array_equal(

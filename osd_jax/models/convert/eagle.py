@@ -35,7 +35,12 @@ _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
 # What transformers takes for fields that a file leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
   "llama": {"vocab_size": 32000, "intermediate_size": 11008},
-  "qwen3": {"vocab_size": 151936, "intermediate_size": 22016},
+  "qwen3": {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+  },
 }
 _USUAL = {
   "model_type": "llama",
@@ -58,7 +63,9 @@ def is_head(folder: Path) -> bool:
   if not (folder / "config.json").is_file():
     return False
   fields = folders.read_json(folder / "config.json")
-  return _TYPE in fields or "draft_vocab_size" in fields
+  names = fields.get("architectures") or []
+  is_named = any("Eagle3" in str(name) for name in names)
+  return is_named or _TYPE in fields or "draft_vocab_size" in fields
 
 
 def shape_of(folder: Path, target: ModelConfig | None = None) -> EagleConfig:
@@ -72,14 +79,18 @@ def shape_of(folder: Path, target: ModelConfig | None = None) -> EagleConfig:
   says = "of the drafts in this format, EAGLE-3 heads can be loaded"
   folders.check_field(says, _TYPE, kind, ("eagle3",))
   inner = fields.get("transformer_layer_config", fields)
-  layers = {**_USUAL, **{k: v for k, v in inner.items() if v is not None}}
-  folders.check_field(says, "model_type", layers["model_type"], tuple(_DEFAULTS))
-  layers = {**_DEFAULTS[layers["model_type"]], **layers}
+  if not isinstance(inner, dict):
+    folders.check_field(says, "transformer_layer_config", inner, ("an object",))
+  given = {name: value for name, value in inner.items() if value is not None}
+  family = given.get("model_type", "llama")
+  folders.check_field(says, "model_type", family, tuple(_DEFAULTS))
+  layers = {**_USUAL, **_DEFAULTS[family], **given}
   norms = ("joined", "norm_before_fc"), ("each", "fc_norm")
   shape = dataclasses.replace(llama.config_from(layers), tied_head=False)
   return EagleConfig(
     layers=shape,
-    draft_vocab_size=fields.get("draft_vocab_size") or shape.vocab_size,
+    draft_vocab_size=fields.get("draft_vocab_size")
+    or (32000 if _TYPE in fields else shape.vocab_size),
     state_layers=_state_layers(folder, fields, target),
     norm_before_residual=bool(fields.get("norm_before_residual")),
     state_norm=next((ours for ours, theirs in norms if fields.get(theirs)), ""),
@@ -93,14 +104,26 @@ def _state_layers(
   """The numbers of layers whose states a head reads."""
   first, theirs = 0, fields.get(_LAYER_IDS)
   if _TYPE not in fields:
-    first, theirs = 1, (fields.get("eagle_config") or {}).get(_LAYER_IDS)
+    first, config = 1, fields.get("eagle_config")
+    theirs = config.get(_LAYER_IDS) if isinstance(config, dict) else None
   if theirs:
+    fits = isinstance(theirs, list)
+    if not fits or not all(base.is_count(x, -first) for x in theirs):
+      says = "they are the layers of the target that an EAGLE-3 head reads"
+      expected = (f"a list of integers >= {-first}",)
+      folders.check_field(says, _LAYER_IDS, theirs, expected)
     return tuple(first + number for number in theirs)
   if not isinstance(target, LlamaConfig):
     raise base.InputError(
       f"convert: {folder / 'config.json'}: field {_LAYER_IDS}: received nothing, so"
       " the layers depend on the number of the target's; bind ConvertConfig.model to"
       " the target's shape."
+    )
+  if target.num_layers < 4:
+    raise base.InputError(
+      f"{folder / 'config.json'}: field {_LAYER_IDS}: received nothing, expected the"
+      f" layers to read: the usual ones need a target of 4, this one has"
+      f" {target.num_layers}."
     )
   return usual_layers(target)
 
@@ -129,15 +152,15 @@ def load(
   config = shape_of(folder, target)
   tensors = _named(folders.open_tensors(folder))
   name = _target_name(fields)
-  if target is not None:
-    reads = tensors.shapes.get("fc.weight", (0, 0))[-1]
-    check_target(folder, config, target, reads, name)
   own: dict[str, Any] = {}
   ids, order = _draft_vocabulary(folder, config, tensors)
   if ids is not None:
     own["ids"] = ids
   if (given := _embedding(folder, config, tensors, embedding)) is not None:
     own["embedding"] = given
+  if target is not None:
+    width = tensors.shapes.get("fc.weight", (0, 0))[-1]
+    check_target(folder, config, target, own, width, name)
   reads = tensors.shapes.get("fc.weight", (0, 0))[-1] // len(config.state_layers)
   any_target = dataclasses.replace(config.layers, width=max(reads, 1))
   expected = eagle.expected_shapes(config, any_target)
@@ -175,6 +198,7 @@ def check_target(
   place: object,
   config: EagleConfig,
   target: ModelConfig,
+  own: Mapping[str, Any],
   reads: int = 0,
   name: str = "",
 ) -> None:
@@ -184,6 +208,7 @@ def check_target(
     place: of the head, for the error message.
     config: its shape.
     target: shape of the target.
+    own: `AttachedWeights.own`.
     reads: width of the states that its file was made for; 0 if there is none.
     name: of the target that it was made for, if it is known.
   """
@@ -192,14 +217,19 @@ def check_target(
     ("token ids", config.layers.vocab_size, target.vocab_size),
     (f"states of {len(config.state_layers)} layers, width", reads or width, width),
   )
+  if "embedding" not in own:
+    facts += (("an embedding of width", config.layers.width, target.width),)
   wrong = [f"{what} {x} instead of {y}" for what, x, y in facts if x != y]
   if max(config.state_layers) > depth:
     wrong.append(f"layers {config.state_layers} of {depth}")
   if wrong:
     made_for = f" It was made for {name}." if name else ""
+    advice = "Name that target, or a head of this one."
+    if not reads and not name:
+      advice = "Correct EagleConfig, or name the target that the head was made for."
     raise base.InputError(
       f"{place} holds an EAGLE-3 head of another target: {', '.join(wrong)}.{made_for}"
-      " Name that target, or a head of this one."
+      f" {advice}"
     )
 
 
@@ -215,10 +245,10 @@ def _draft_vocabulary(
 
   None for a head over all tokens; no order if the rows are sorted already.
   """
-  if config.draft_vocab_size == config.layers.vocab_size:
-    return None, None
   vocabulary, size = config.layers.vocab_size, config.draft_vocab_size
   offsets = tensors.read_integers("d2t") if "d2t" in tensors.shapes else None
+  if size == vocabulary and (offsets is None or not offsets.any()):
+    return None, None
   if offsets is None or offsets.shape != (size,):
     found = "nothing" if offsets is None else f"shape {offsets.shape}"
     raise base.InputError(
@@ -239,8 +269,8 @@ def _draft_vocabulary(
       f" different ids below {vocabulary}, those that t2d marks; d2t holds offsets, not"
       " ids."
     )
-  is_sorted = np.array_equal(order, np.arange(size))
-  return ids[order].astype(np.int32), None if is_sorted else order
+  found = None if size == vocabulary else ids[order].astype(np.int32)
+  return found, None if np.array_equal(order, np.arange(size)) else order
 
 
 def _embedding(
@@ -353,4 +383,5 @@ _FIELDS_OF = {SPECULATORS: _speculators_fields, SPECFORGE: _specforge_fields}
 
 
 def _layer_fields(config: EagleConfig) -> dict[str, Any]:
-  return llama.config_to(config.layers)
+  # Kept in files as of any model; a head never shares its embedding.
+  return llama.config_to(dataclasses.replace(config.layers, tied_head=False))

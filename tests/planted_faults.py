@@ -58,6 +58,7 @@ RECORDS = "tests/decoding/test_records.py"
 NARROWING = "tests/distillation/test_subsample.py"
 CHECKPOINTS = "tests/runs/test_checkpoint.py"
 LLAMA = "tests/models/test_llama.py tests/models/test_models.py"
+EAGLE = "tests/models/test_eagle.py"
 LEARNER = "tests/distillation/test_learner.py"
 STATE = "tests/decoding/test_state.py"
 TOKENIZERS = "tests/data/test_tokenizers.py"
@@ -533,9 +534,9 @@ FAULTS = [
   ),
   Fault(
     "a token whose embedding is zero counts as padding",
-    "x, cache = self.decoder.step(x, cache, is_token)\n    if cache.token_states",
+    "x, cache = self.decoder.step(x, cache, is_token)\n    if self.states",
     "x, cache = self.decoder.step(x, cache, jnp.any(x != 0, axis=-1))\n"
-    "    if cache.token_states",
+    "    if self.states",
     "tests/models/test_models.py -k embedding_is_zero",
   ),
   Fault(
@@ -619,9 +620,33 @@ FAULTS = [
   ),
   Fault(
     "a llama's scores are one position off",
-    "states[-1][:, source.shape[1] :]",
-    "states[-1][:, source.shape[1] - 1 : -1]",
+    "[one[:, source.shape[1] :] for one in states]",
+    "[one[:, source.shape[1] - 1 : -1] for one in states]",
     LLAMA,
+  ),
+  Fault(
+    "an EAGLE-3 head forgets the state before the first token of an answer",
+    "jnp.where(slot[..., None] == 0, newest, states)",
+    "states",
+    "tests/models/test_models.py -k eagle",
+  ),
+  Fault(
+    "the later steps of an EAGLE-3 head see tokens that were verified after them",
+    "blocks = [ago >= step, ",
+    "blocks = [ago >= 0, ",
+    "tests/models/test_attached.py -k trained_steps",
+  ),
+  Fault(
+    "layers of SpecForge are counted as those of speculators",
+    'first, config = 1, fields.get("eagle_config")',
+    'first, config = 0, fields.get("eagle_config")',
+    EAGLE,
+  ),
+  Fault(
+    "offsets of a draft vocabulary are taken for its ids",
+    "ids = np.arange(size) + offsets",
+    "ids = offsets",
+    EAGLE,
   ),
   Fault(
     "decoding positions ignore the length of the prompt",

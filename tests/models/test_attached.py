@@ -100,10 +100,13 @@ def test_token_states_of_decoding_are_those_of_teacher_forcing(family):
   assert not np.any(cache.token_states[:, 6:])
 
 
-@pytest.mark.parametrize("family", ["t5", "llama"])
-def test_trained_steps_are_those_that_draft(family):
+READERS = [name for name in cases.ATTACHED if name.startswith(("reads", "eagle"))]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_trained_steps_are_those_that_draft(name):
   """Step n at position t is what a draft computes n steps after it left the target."""
-  runner = Runner(f"reads the tokens of {family}")
+  runner = Runner(name)
   given = (runner.params, runner.source, runner.mask, runner.text)
   states = {"target_states": runner.target_states()}
   states["token_states"] = runner.token_states

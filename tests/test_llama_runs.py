@@ -43,8 +43,11 @@ def corpus(split, limit):
   )
 
 
-def test_offline_distillation_raises_overlap(pair, tmp_path):
+@pytest.mark.parametrize("form", ["attached", "EAGLE-3"])
+def test_offline_distillation_raises_overlap(pair, tmp_path, form):
   pair = dataclasses.replace(pair, draft="attached")
+  if form == "EAGLE-3":
+    pair = tiny_online.with_head(pair)
   config = offline.OfflineConfig(
     corpus=corpus("train", 4),
     evaluation=corpus("eval", 2),

@@ -15,7 +15,7 @@ ALL = "osd_jax osd_serve osd_tools"
 LIMITS = {  # (folders, measure) -> most
   ("osd_jax", "lines"): 30030,
   ("osd_serve osd_tools", "lines"): 7055,
-  ("tests", "lines"): 35350,
+  ("tests", "lines"): 35400,
   ("osd_jax", "files"): 100,
   ("osd_jax", "longest import chain"): 13,
   ("osd_jax", "lines loaded by Server"): 20795,

@@ -67,7 +67,9 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
   source = assets.resolve(config.source, "ConvertConfig.source")
   kind = _kind_of(source)
   if kind in (_HEAD, _OSD_HEAD) or config.output_kind in _HEAD_KINDS:
-    return runs.RunResult(_convert_head(config, source, kind))
+    output = _convert_head(config, source, kind)
+    _say(f"{kind} {source} -> {config.output_kind} {output}")
+    return runs.RunResult(output)
   model = _READERS[kind](config, source)
   # A given shape is only a check here: these formats store their own.
   if config.model is not None and kind != _T5X:
@@ -84,11 +86,14 @@ def run(config: ConvertConfig, operative_config: str = "") -> runs.RunResult:
     output = hugging_face.write(config.output, model, tokenizer)
   else:
     output = weights.save(config.output, model, storage="as held")
-  console = rich.console.Console(stderr=True)
-  console.print(f"{kind} {source} -> {config.output_kind} {output}", highlight=False)
+  _say(f"{kind} {source} -> {config.output_kind} {output}")
   if to_folder and not tokenizer:
-    console.print("no tokenizer is written, as ConvertConfig.vocabulary is empty")
+    _say("no tokenizer is written, as ConvertConfig.vocabulary is empty")
   return runs.RunResult(output)
+
+
+def _say(text: str) -> None:
+  rich.console.Console(stderr=True).print(text, highlight=False)
 
 
 _READERS: dict[str, Callable[[ConvertConfig, Path], weights.Weights]] = {

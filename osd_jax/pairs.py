@@ -363,15 +363,15 @@ def _target(config: PairConfig) -> tuple[weights.Weights, Vocabulary]:
   # Both come before the weights, which may take minutes to read. A folder without a
   # model has no vocabulary either, and is refused for what it holds.
   path = Path(config.target)
-  if folders.holds_model(path) and not (path.is_dir() and heads.is_head(path)):
+  if path.is_dir() and heads.is_head(path):
+    raise base.InputError(
+      f"PairConfig.target: {path} holds an EAGLE-3 head, which drafts for a target; name"
+      " it as PairConfig.draft, and the folder of a whole model as the target."
+    )
+  if folders.holds_model(path):
     shape_of(config, "target")
   vocabulary = load_vocabulary(config)
   with _reading(config, "target") as (module, path):
-    if module is hugging_face and heads.is_head(path):
-      raise base.InputError(
-        f"{path} holds an EAGLE-3 head, which drafts for a target; name it as"
-        " PairConfig.draft, and the folder of a whole model as the target."
-      )
     target = _typed(config, module.load(path, as_stored=True))
   has_vocabulary = config.vocabulary or target.vocabulary
   if not (has_vocabulary or module is hugging_face):
@@ -591,14 +591,15 @@ def _new_draft(
   """An attached draft with random parameters."""
   shape, own = config.attached, {}
   if isinstance(shape, EagleConfig):
+    with _naming("PairConfig.attached"):
+      heads.check_target("EagleConfig", shape, _decoder_only(config, target), own)
+    # The shape may be that of a target which shares its embedding with its head.
     layers = dataclasses.replace(shape.layers, tied_head=False)
     shape = dataclasses.replace(shape, layers=layers)
   # A fixed seed: two runs with the same settings start from the same draft.
   model = attached.build(shape, target.config)
   params = jax.jit(model.init)(jax.random.key(_SEED))
   if isinstance(shape, EagleConfig):
-    with _naming("PairConfig.attached"):
-      heads.check_target("EagleConfig", shape, _decoder_only(config, target), own)
     ids = eagle.first_ids(shape, target.config.eos_ids)
     own = {} if ids is None else {"ids": ids}
     params = eagle.begun(shape, target, params, ids)

@@ -199,7 +199,7 @@ def build(
     serving = dataclasses.replace(serving, shortlist=0)
   module, is_eagle = _MODULES[type(config)], isinstance(config, EagleConfig)
   width = target.width * (len(config.state_layers) if is_eagle else 1)
-  reads_tokens = is_eagle or config.reads == "tokens"
+  reads_tokens = config.reads != "prompt"
   decoding = module(config, target, serving)
   target_model = families.build(target, "target of a draft")
   encode = functools.partial(_encode_for_draft, target, kept, config.reads)

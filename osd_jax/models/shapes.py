@@ -309,7 +309,7 @@ class EagleConfig(base.Config):
 
   def checks(self):
     layers, usual = self.layers, LlamaConfig()
-    # No other engine has a head with these, and Gemma's are no part of a head.
+    # Other engines have no heads with these.
     refused = ("windows", "post_norms", "unit_offset_norms", "scaled_embeddings")
     refused += ("attention_cap", "logit_cap", "query_pre_attn_scalar")
     is_plain = all(getattr(layers, name) == getattr(usual, name) for name in refused)

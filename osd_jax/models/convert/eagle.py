@@ -115,15 +115,15 @@ def _state_layers(
     return tuple(first + number for number in theirs)
   if not isinstance(target, LlamaConfig):
     raise base.InputError(
-      f"convert: {folder / 'config.json'}: field {_LAYER_IDS}: received nothing, so"
-      " the layers depend on the number of the target's; bind ConvertConfig.model to"
-      " the target's shape."
+      f"convert: {folder / 'config.json'}: field {_LAYER_IDS}: received nothing; which"
+      " layers the head reads then depends on the depth of its target: bind"
+      " ConvertConfig.model to the target's shape."
     )
   if target.num_layers < 4:
     raise base.InputError(
-      f"{folder / 'config.json'}: field {_LAYER_IDS}: received nothing, expected the"
-      f" layers to read: the usual ones need a target of 4, this one has"
-      f" {target.num_layers}."
+      f"convert: {folder / 'config.json'}: field {_LAYER_IDS}: received nothing,"
+      " expected the layers that the head reads: the usual ones exist in a target of 4"
+      f" layers or more, and this one has {target.num_layers}."
     )
   return usual_layers(target)
 
@@ -212,7 +212,8 @@ def check_target(
     reads: width of the states that its file was made for; 0 if there is none.
     name: of the target that it was made for, if it is known.
   """
-  width, depth = len(config.state_layers) * target.width, target_depth(target)
+  width = len(config.state_layers) * target.width
+  depth = target.num_layers if isinstance(target, LlamaConfig) else 0
   facts = (
     ("token ids", config.layers.vocab_size, target.vocab_size),
     (f"states of {len(config.state_layers)} layers, width", reads or width, width),
@@ -231,11 +232,6 @@ def check_target(
       f"{place} holds an EAGLE-3 head of another target: {', '.join(wrong)}.{made_for}"
       f" {advice}"
     )
-
-
-def target_depth(target: ModelConfig) -> int:
-  """Number of layers of a decoder-only target, 0 for another."""
-  return target.num_layers if isinstance(target, LlamaConfig) else 0
 
 
 def _draft_vocabulary(
@@ -383,5 +379,5 @@ _FIELDS_OF = {SPECULATORS: _speculators_fields, SPECFORGE: _specforge_fields}
 
 
 def _layer_fields(config: EagleConfig) -> dict[str, Any]:
-  # Kept in files as of any model; a head never shares its embedding.
+  # A head has an output head of its own, also for a target that shares its embedding.
   return llama.config_to(dataclasses.replace(config.layers, tied_head=False))

@@ -365,8 +365,8 @@ def _target(config: PairConfig) -> tuple[weights.Weights, Vocabulary]:
   path = Path(config.target)
   if path.is_dir() and heads.is_head(path):
     raise base.InputError(
-      f"PairConfig.target: {path} holds an EAGLE-3 head, which drafts for a target; name"
-      " it as PairConfig.draft, and the folder of a whole model as the target."
+      f"PairConfig.target: {path} holds an EAGLE-3 head, which drafts for a target;"
+      " name it as PairConfig.draft, and the folder of a whole model as the target."
     )
   if folders.holds_model(path):
     shape_of(config, "target")
